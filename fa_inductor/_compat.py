@@ -1,0 +1,96 @@
+"""The only file that asks which torch or triton is installed.
+
+Nothing here runs at import, so that ``import fa_inductor`` stays cheap and works while torch itself is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+MIN_TORCH = (2, 11)
+"""Oldest torch release the graph pass is written for."""
+
+NEWEST_TESTED_TORCH = (2, 15)
+"""Newest torch release the suite ran on. A newer one is tried, and the doctor says that it is untested."""
+
+
+def version_tuple(text: str) -> tuple[int, int]:
+    """Major and minor number of a version text such as ``2.13.0+cpu`` or ``2.15.0a0+git123``."""
+    major, minor = text.split("+")[0].split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()))
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the installed torch."""
+    import torch
+
+    return version_tuple(torch.__version__)
+
+
+def triton_version() -> str | None:
+    """Version text of the installed triton, None where there is none (a CPU-only machine needs none)."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def inductor_config() -> Any:
+    """The module ``torch._inductor.config``."""
+    from torch._inductor import config
+
+    return config
+
+
+def inductor_option_type(name: str) -> type | None:
+    """The declared type of an Inductor option where isinstance() can check it, else None (unions, generics)."""
+    from typing import get_origin
+
+    get_type = getattr(inductor_config(), "get_type", None)
+    declared = get_type(name) if get_type is not None else None
+    return declared if isinstance(declared, type) and get_origin(declared) is None else None
+
+
+def default_backend() -> Any:
+    """The backend of a ``torch.compile`` call that names none. torch before 2.13 has no way to change it."""
+    from torch._dynamo.backends import registry
+
+    get = getattr(registry, "get_default_backend", None)
+    return "inductor" if get is None else get()
+
+
+@contextmanager
+def compile_caches_off() -> Iterator[None]:
+    """Inside the block, compiles by this thread neither read nor write AOTAutograd's and Inductor's graph caches."""
+    import torch._functorch.config as functorch_config
+
+    with ExitStack() as stack:
+        patches = ((functorch_config, "enable_autograd_cache"), (inductor_config(), "fx_graph_cache"))
+        for module, name in patches:
+            stack.enter_context(module.patch({name: False}))
+        yield
+
+
+@contextmanager
+def unlimited_recompiles() -> Iterator[None]:
+    """Inside the block, Dynamo compiles however many entries the code object already has.
+
+    Without this a code object at its recompile limit would silently run in eager, and a report of it would be empty.
+    """
+    import torch._dynamo.config as dynamo_config
+
+    limit = 1 << 30
+    with dynamo_config.patch(recompile_limit=limit, accumulated_recompile_limit=limit):
+        yield
+
+
+def emit_artifact(name: str, payload: str) -> None:
+    """Write one JSON artifact into torch's structured trace (TORCH_TRACE, read by tlparse). Does nothing where it is off."""
+    try:
+        from torch._logging import trace_structured
+    except ImportError:
+        return
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=lambda: payload)
