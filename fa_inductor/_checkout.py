@@ -1,13 +1,15 @@
 """Makes a checkout that is not installed behave like an installed package.
 
-The folders patterns/ and templates/ lie beside fa_inductor/ in the repository, and setuptools maps them into the package. In
-a checkout that nobody installed (or when ``python -m`` from the repository root shadows the installed package) two things are
-missing: ``fa_inductor.patterns`` and ``fa_inductor.templates`` do not resolve, and torch finds no entry point for
-``backend="fa_inductor"``. One finder at the end of ``sys.meta_path`` answers for both, and only where nobody before it did.
+The folders patterns/ and templates/ lie beside fa_inductor/ in the repository, and setuptools maps them into the
+package. In a checkout that nobody installed (or when ``python -m`` from the repository root shadows the installed
+package) two things are missing: ``fa_inductor.patterns`` and ``fa_inductor.templates`` do not resolve, and torch
+finds no entry point for ``backend="fa_inductor"``. One finder at the end of ``sys.meta_path`` answers for both, and
+only where nobody before it did.
 
-Why not ``__path__.append(root)``: every folder of the root would become a sub-package, and ``TORCH_LOGS="+fa_inductor"``,
-which walks the package, would import fa_inductor.fa_inductor, a second copy. Why not ``register_backend``: with TORCH_LOGS set
-torch imports this package before torch itself is complete, and otherwise importing Dynamo costs seconds.
+Why not ``__path__.append(root)``: every folder of the root would become a sub-package, and
+``TORCH_LOGS="+fa_inductor"``, which walks the package, would import fa_inductor.fa_inductor, a second copy. Why not
+``register_backend``: with TORCH_LOGS set torch imports this package before torch itself is complete, and otherwise
+importing Dynamo costs seconds.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class CheckoutFinder(DistributionFinder):
 
 
 def install(version: str) -> None:
-    """Install the finder, once, if this is a checkout. If Dynamo has already looked for backends, register ours with it."""
+    """Install the finder, once, if this is a checkout. Register the backend if Dynamo looked for backends before."""
     if not is_checkout() or any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path):
         return
     sys.meta_path.append(CheckoutFinder(version))

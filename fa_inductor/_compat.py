@@ -88,7 +88,7 @@ def unlimited_recompiles() -> Iterator[None]:
 
 
 def emit_artifact(name: str, payload: str) -> None:
-    """Write one JSON artifact into torch's structured trace (TORCH_TRACE, read by tlparse). Does nothing where it is off."""
+    """Write one JSON artifact into torch's structured trace (TORCH_TRACE, read by tlparse), if that is on."""
     try:
         from torch._logging import trace_structured
     except ImportError:

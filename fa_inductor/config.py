@@ -1,7 +1,7 @@
 """Every option, its default and its environment variable.
 
-An option comes from, strongest first: ``FA_INDUCTOR=0`` (switches everything off), ``options={...}`` of torch.compile or
-`fa_inductor.enable`, the variable ``FA_INDUCTOR_<NAME>``, the default below.
+An option comes from, strongest first: ``FA_INDUCTOR=0`` (switches everything off), ``options={...}`` of torch.compile
+or `fa_inductor.enable`, the variable ``FA_INDUCTOR_<NAME>``, the default below.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Options:
 
     enabled: bool = _option(True, _bool, "rewrite attention at all; False compiles with plain Inductor")
     strict: bool = _option(False, _bool, "raise StrictModeError where an attention stays unfused")
-    verify: bool = _option(False, _bool, "run fused and unfused path on first use, raise VerificationError on a mismatch")
+    verify: bool = _option(
+        False, _bool, "run fused and unfused path on first use, raise VerificationError on a mismatch"
+    )
     dropout: bool = _option(True, _bool, "allow fusing attention with active dropout (other random numbers than eager)")
     min_seqlen: int | None = _option(
         None, _length, "on CPU, decline sites with fewer keys than this many tokens; None uses the measured threshold"
@@ -94,7 +96,10 @@ class Options:
     )
     fp8: str | None = _option(None, _fp8, "reserved for FP8 attention; anything but None raises in this version")
     log_level: str | None = _option(
-        None, _choice(LOG_LEVELS, optional=True), "level of the logger 'fa_inductor'; None leaves it alone", in_key=False
+        None,
+        _choice(LOG_LEVELS, optional=True),
+        "level of the logger 'fa_inductor'; None leaves it alone",
+        in_key=False,
     )
 
     def __post_init__(self) -> None:
@@ -105,8 +110,9 @@ class Options:
     def from_user(cls, options: Mapping[str, Any] | None = None) -> tuple[Options, dict[str, Any]]:
         """Split what the user passed to torch.compile into (our options, Inductor's options).
 
-        A name of ours is taken; a name that ``torch._inductor.config`` knows, dashes read as underscores as torch.compile
-        does, is passed on after the same type check. Anything else raises `OptionError` with the nearest names.
+        A name of ours is taken; a name that ``torch._inductor.config`` knows, dashes read as underscores as
+        torch.compile does, is passed on after the same type check. Anything else raises `OptionError` with the
+        nearest names.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.invalid("options", options, "a mapping of option names to values")
@@ -168,9 +174,8 @@ def _from_env(cls: type[Options]) -> dict[str, Any]:
             hint = f" Did you mean {close[0]}?" if close else ""
             warnings.warn(f"environment variable {variable} is not one of fa_inductor's.{hint}", stacklevel=4)
             continue
-        text: str | None = os.environ[variable].strip()
-        if text is not None and text.lower() in ("", "none"):
-            if text == "" or option.default is None:
-                continue
+        text = os.environ[variable].strip()
+        if text == "" or (text.lower() == "none" and option.default is None):
+            continue
         found[option.name] = option.metadata["check"](variable, text)
     return found

@@ -1,4 +1,4 @@
-"""The two entry points besides ``backend="fa_inductor"``: `enable` for code that one cannot edit, `explain` for reports."""
+"""The two entry points besides ``backend="fa_inductor"``: `enable` for code one cannot edit, `explain` for reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["enable", "explain"]
 
 
 class _Backend:
-    """Our backend with options bound to it. Not equal to any other instance, so Dynamo never reuses another's graphs."""
+    """Our backend with options bound to it. No two are equal, so Dynamo never reuses another's graphs."""
 
     __name__ = "fa_inductor"  # what Dynamo calls the backend in messages
 
@@ -55,10 +55,11 @@ def _redirect(compile_: Callable[..., Any]) -> Callable[..., Any]:
 def enable(**options: Any) -> Iterator[None]:
     """Send every ``torch.compile`` call made inside the block through fa_inductor, with these options.
 
-    Covers ``torch.compile(m)``, ``@torch.compile``, ``m.compile()`` and ``backend="inductor"``; other backends are left alone.
-    What was wrapped inside the block stays with fa_inductor when it is first called after the block, and what was wrapped
-    before it stays with its own backend. Blocks nest, the innermost counts. The effect is on the whole process, as
-    ``torch.compile`` is replaced for the time of the block; a name bound earlier by ``from torch import compile`` is not seen.
+    Covers ``torch.compile(m)``, ``@torch.compile``, ``m.compile()`` and ``backend="inductor"``; other backends are
+    left alone. What was wrapped inside the block stays with fa_inductor when it is first called after the block, and
+    what was wrapped before it stays with its own backend. Blocks nest, the innermost counts. The effect is on the
+    whole process, as ``torch.compile`` is replaced for the time of the block; a name bound earlier by ``from torch
+    import compile`` is not seen.
 
     Raises `OptionError` at once for a bad option.
     """
@@ -82,11 +83,13 @@ def enable(**options: Any) -> Iterator[None]:
 
 
 def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., FusionReport]:
-    """``explain(fn, **compile_kwargs)(*args, **kwargs)`` compiles `fn` anew, runs it once and returns the report of its sites.
+    """``explain(fn, **compile_kwargs)(*args, **kwargs)`` compiles `fn` anew, runs it once and returns the report of
+    its sites.
 
-    `fn` is a module or a function; one that torch.compile returned is taken by what it wraps. `compile_kwargs` are those of
-    ``torch.compile`` without ``backend``. The compile reads and writes no graph cache, and leaves what Dynamo has compiled
-    for `fn` alone, except for the inner functions of a model with graph breaks, which get one more entry each.
+    `fn` is a module or a function; one that torch.compile returned is taken by what it wraps. `compile_kwargs` are
+    those of ``torch.compile`` without ``backend``. The compile reads and writes no graph cache, and leaves what
+    Dynamo has compiled for `fn` alone, except for the inner functions of a model with graph breaks, which get one
+    more entry each.
 
     The call has the side effects of one call of `fn` (running statistics, KV caches, the random generator).
     """

@@ -1,7 +1,8 @@
 """One class an error.
 
-Every message states what was seen, what was expected and what to do. Errors raised while a graph is being compiled reach the
-caller of the compiled model wrapped by Dynamo (``torch._dynamo.exc.BackendCompilerFailed``), whose text ends with ours.
+Every message states what was seen, what was expected and what to do. Errors raised while a graph is being compiled
+reach the caller of the compiled model wrapped by Dynamo (``torch._dynamo.exc.BackendCompilerFailed``), whose text
+ends with ours.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class VerificationError(FaInductorError, RuntimeError):
     def __init__(self, site: object, max_error: float, tolerance: float) -> None:
         self.site, self.max_error, self.tolerance = site, max_error, tolerance
         super().__init__(
-            f"verify: the fused attention differs from the unfused graph by {max_error:.3e}, allowed is {tolerance:.3e}, "
-            f"at {site}. Please report this; FA_INDUCTOR=0 runs the model without the rewrite."
+            f"verify: the fused attention differs from the unfused graph by {max_error:.3e}, allowed is "
+            f"{tolerance:.3e}, at {site}. Please report this; FA_INDUCTOR=0 runs the model without the rewrite."
         )
 
 

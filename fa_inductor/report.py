@@ -1,8 +1,8 @@
 """What was fused, what was not, and why: the report, the log lines and the structured trace.
 
-The graph pass calls `record_graph` once a graph. Whoever wants a report opens ``with collecting() as report:`` around the
-compile. Logger ``fa_inductor``: one INFO line a site, DEBUG lines for near misses (``TORCH_LOGS="fa_inductor"`` and
-``TORCH_LOGS="+fa_inductor"``). ``TORCH_TRACE`` gets one artifact ``fa_inductor_report`` a graph.
+The graph pass calls `record_graph` once a graph. Whoever wants a report opens ``with collecting() as report:`` around
+the compile. Logger ``fa_inductor``: one INFO line a site, DEBUG lines for near misses (``TORCH_LOGS="fa_inductor"``
+and ``TORCH_LOGS="+fa_inductor"``). ``TORCH_TRACE`` gets one artifact ``fa_inductor_report`` a graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["EVIDENCE", "STATUSES", "FusionReport", "SiteReport", "collecting", "
 log = logging.getLogger("fa_inductor")
 
 STATUSES = ("fused", "declined", "rejected")
-"""fused: rewritten to one op. declined: recognised, but no kernel applies or pays here. rejected: looks like attention, but
-could not be proven to be."""
+"""fused: rewritten to one op. declined: recognised, but no kernel applies or pays here. rejected: looks like attention,
+but could not be proven to be."""
 
 EVIDENCE = ("", "template exists", "selector chose it", "trace shows it ran", "profiler shows its time")
 """What is known about the kernel of a fused site, weakest first."""
@@ -38,10 +38,10 @@ EVIDENCE = ("", "template exists", "selector chose it", "trace shows it ran", "p
 class SiteReport:
     """One attention site of one graph.
 
-    `graph_index` counts graphs in the order of compilation, `path` names the sub-graph ("" is the top graph), `node` the
-    graph node of the softmax (or of the site's last node), `source` the user's line as ``file:line: code``. `form` is for
-    people ("causal, GQA 4:2, softcap"), `program` is the exact text the op carries. `template` is the kernel chosen, `reason`
-    why the site stayed unfused, `near_misses` what other readings of the site stopped at.
+    `graph_index` counts graphs in the order of compilation, `path` names the sub-graph ("" is the top graph), `node`
+    the graph node of the softmax (or of the site's last node), `source` the user's line as ``file:line: code``.
+    `form` is for people ("causal, GQA 4:2, softcap"), `program` is the exact text the op carries. `template` is the
+    kernel chosen, `reason` why the site stayed unfused, `near_misses` what other readings of the site stopped at.
     """
 
     status: str
@@ -134,7 +134,7 @@ class FusionReport:
         return cls([SiteReport(**site) for site in data["sites"]], data["graphs"], data["seconds"], list(data["notes"]))
 
     def table(self, width: int = 132) -> str:
-        """The sites as a table of about `width` columns. Sites that differ by layer only share a row with their number."""
+        """The sites as a table of about `width` columns. Sites that only differ by layer share a row."""
         groups: dict[tuple[Any, ...], list[SiteReport]] = {}
         for site in self.sites:
             alike = (site.status, site.source, site.form, site.shapes, site.dtype, site.template, site.reason)
@@ -170,7 +170,7 @@ def _wrap(paragraphs: Sequence[str], width: int) -> str:
 
 
 def tabulate(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """The rows in columns, cells may hold several lines: by the package tabulate where it is installed, else plainly."""
+    """The rows in columns, cells may hold several lines: by the package tabulate where there is one."""
     try:
         package = importlib.import_module("tabulate")
     except ImportError:
@@ -223,7 +223,7 @@ def record_graph(sites: Sequence[SiteReport], seconds: float) -> None:
 
 
 def record(site: SiteReport) -> None:
-    """Add one site that is known outside the pass over a graph, as it is, to every active report, the log and the trace."""
+    """Add one site known outside the pass over a graph, as it is, to every active report, the log and the trace."""
     with _lock:
         for report in _active.get():
             report.sites.append(site)
@@ -237,5 +237,3 @@ def _log_site(site: SiteReport) -> None:
         log.debug("  program: %s", site.program)
     for miss in site.near_misses:
         log.debug("  near miss: %s", miss)
-
-
