@@ -145,7 +145,7 @@ class FusionReport:
             site = members[0]
             misses = [f"near miss: {miss}" for miss in site.near_misses]
             form = [site.form, " ".join(part for part in (site.shapes, site.dtype) if part)]
-            kernel = [f"{site.template}{' (forward, backward)' if site.backward else ''}"] if site.template else []
+            kernel = [site.template, "forward and backward" if site.backward else ""]
             rows.append(
                 [
                     str(len(members)),

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
-_OWN_CACHE = "FA_INDUCTOR_TEST_CACHE"
+_CACHE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Workers inherit the environment of the controller, so all share one directory that no earlier run has filled.
     if not hasattr(config, "workerinput"):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["_" + _OWN_CACHE] = tempfile.mkdtemp(
-            prefix="fa_inductor_tests_"
-        )
+        config.stash[_CACHE] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fa_inductor_tests_")
     for variable in [v for v in os.environ if v == "FA_INDUCTOR" or v.startswith("FA_INDUCTOR_")]:
         del os.environ[variable]
     # Each worker is one process for one core: no thread pools beside it.
@@ -26,8 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ.pop("_" + _OWN_CACHE, ""), ignore_errors=True)
+    if _CACHE in config.stash:
+        shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,8 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state() -> object:
-    """Known random numbers before each test; Dynamo forgets after it, so that no test meets another's recompile limits."""
+def _fresh_state() -> Iterator[None]:
+    """Known random numbers before each test; Dynamo forgets after it: no test meets another's recompile limits."""
     import torch
 
     torch.manual_seed(0)
