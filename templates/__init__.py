@@ -1,0 +1,1 @@
+"""Triton kernels for attention programs: sources, their rendering, tile configurations and selection."""

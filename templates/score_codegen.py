@@ -1,0 +1,326 @@
+"""Score expressions as Triton text.
+
+:class:`ScorePrinter` turns :class:`~fa_inductor.expr.Expr` terms into straight-line Triton statements, one variable a distinct
+sub-expression, so that a value shared by the logit, its derivative and the captures' gradients is computed once. Equal input
+gives equal text.
+
+The statements are free of shapes: the template binds ``score``, ``q_idx`` and ``kv_idx`` to blocks that broadcast to its tile, in
+either orientation, and ``b_idx``, ``h_idx``, ``Q_LEN``, ``KV_LEN``, ``SIZE0...`` to scalars. Floats are float32. Integer arithmetic is
+int32 where its result cannot leave that range for lengths below 2^30 and int64 elsewhere. A load whose index is not proven to
+lie inside its tensor is masked and reads 0 or False outside it, as the reference does.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fa_inductor.expr import BOOL, FLOAT, INDEX_NAMES, INT, SIZE_NAMES, Call, Const, Expr, Load, Score, Sym
+
+#: Program symbol -> name of the variable that the templates bind.
+NAMES = {"b": "b_idx", "h": "h_idx", "q_idx": "q_idx", "kv_idx": "kv_idx", "q_len": "Q_LEN", "kv_len": "KV_LEN"}
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+    "and_": "&", "or_": "|",
+}  # fmt: skip
+
+# {0} and {1} are the arguments. Where Triton has no accurate primitive the formula is written out: expm1 and log1p as in
+# Kahan's "Much ado about nothing's sign bit" (they keep full precision at 0), tanh by exp2 of a non-positive number.
+_FLOAT_TEXT = {
+    "div": "{0} / {1}",
+    "abs": "tl.abs({0})",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "expm1": "_expm1({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "log1p": "_log1p({0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "tanh": "_tanh({0})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-({0})))",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "erf": "tl.erf({0})",
+    "relu": "tl.where({0} < 0.0, 0.0, {0})",
+    "floor": "tl.floor({0})",
+    "reciprocal": "1.0 / ({0})",
+    "isnan": "{0} != {0}",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+}
+
+#: Device functions that the printed text may call; appended to every kernel's source by the renderer when used.
+DEVICE_FUNCTIONS = {
+    "_expm1": """
+@triton.jit
+def _expm1(x):
+    # (exp(x) - 1) * x / log(exp(x)): the rounding of exp(x) cancels. Saturated ends are handled apart.
+    u = tl.exp(x)
+    d = u - 1.0
+    r = tl.where(d == 0.0, x, d * (x / tl.log(u)))
+    return tl.where((x > 80.0) | (x < -17.0), d, r)
+""",
+    "_log1p": """
+@triton.jit
+def _log1p(x):
+    u = 1.0 + x
+    d = u - 1.0
+    return tl.where(d == 0.0, x, tl.where(u == float("inf"), u, tl.log(u) * (x / d)))
+""",
+    "_tanh": """
+@triton.jit
+def _tanh(x):
+    # -2.885390081777927 = -2 * log2(e); exp2 of a non-positive number cannot overflow. The series keeps small x accurate.
+    t = tl.exp2(tl.abs(x) * -2.885390081777927)
+    r = (1.0 - t) / (1.0 + t)
+    return tl.where(tl.abs(x) < 0.02, x - x * x * x * 0.3333333333333333, tl.where(x < 0.0, -r, r))
+""",
+}
+
+
+class Unprintable(Exception):
+    """The expression has no Triton form; the message says which part and why."""
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """What is known about one captured tensor when the kernel is rendered.
+
+    Attributes:
+        rank: number of dimensions.
+        covers: per dimension, the index symbols (``b h q_idx kv_idx``) whose whole range provably lies inside it.
+        sizes: per dimension, its size where it is a number, else None.
+    """
+
+    rank: int
+    covers: tuple[frozenset[str], ...] = ()
+    sizes: tuple[int | None, ...] = ()
+
+    def proves_inside(self, dim: int, index: Expr) -> bool:
+        if isinstance(index, Sym):
+            return bool(self.covers) and index.name in self.covers[dim]
+        if isinstance(index, Const) and self.sizes:
+            size = self.sizes[dim]
+            return size is not None and 0 <= index.value < size
+        return False
+
+
+def float_literal(value: float) -> str:
+    """Triton text of ``value`` rounded to float32."""
+    if math.isnan(value):
+        return 'float("nan")'
+    try:
+        value = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        value = math.copysign(math.inf, value)
+    if math.isinf(value):
+        return 'float("inf")' if value > 0 else 'float("-inf")'
+    # Triton types a Python float below float32's normal range as float64.
+    return repr(value) if value == 0 or abs(value) >= 1.1754943508222875e-38 else f"tl.full([], {value!r}, tl.float32)"
+
+
+def is_nonnegative(e: Expr) -> bool:
+    """Whether an integer expression is proven >= 0 (indices and lengths are; run-time sizes n0, n1, ... may not be)."""
+    if isinstance(e, Const):
+        return e.value >= 0
+    if isinstance(e, Sym):
+        return e.name in INDEX_NAMES or e.name in SIZE_NAMES
+    if isinstance(e, Call):
+        if e.fn in ("add", "mul", "minimum", "floordiv"):
+            return all(is_nonnegative(a) for a in e.args)
+        if e.fn == "maximum":
+            return any(is_nonnegative(a) for a in e.args)
+        if e.fn == "mod":
+            return is_nonnegative(e.args[1])
+        return e.fn == "abs" or (e.fn == "cast_int" and e.args[0].kind == BOOL)
+    return False
+
+
+def _needs_int64(e: Call) -> bool:
+    """Whether a product may leave int32 although its factors are lengths or indices below 2^30."""
+    if e.fn != "mul" or e.kind != INT:
+        return False
+    constants = [abs(int(a.value)) for a in e.args if isinstance(a, Const)]
+    return not constants or constants[0] > 1
+
+
+class ScorePrinter:
+    """Prints expressions into statements, remembering what is already computed.
+
+    Args:
+        captures: what is known about each slot.
+        prefix: start of the variable names it makes.
+        bound: expressions whose value is already in a variable (from an enclosing printer).
+    """
+
+    def __init__(
+        self, captures: Sequence[CaptureInfo] = (), prefix: str = "t", bound: dict[Expr, str] | None = None
+    ) -> None:
+        self.captures = captures
+        self.prefix = prefix
+        self.names: dict[Expr, str] = dict(bound or {})
+        self.lines: list[str] = []
+        self.functions: set[str] = set()
+        self._count = 0
+
+    def emit(self, expr: Expr) -> str:
+        """Add the statements that compute ``expr``; the text (a variable or a literal) of its value."""
+        for node in expr.walk():
+            if node not in self.names:
+                self.names[node] = self._node(node)
+        return self.names[expr]
+
+    def assign(self, name: str, expr: Expr) -> None:
+        """Add the statements that compute ``expr`` into the variable ``name``."""
+        self.lines.append(f"{name} = {self.emit(expr)}")
+
+    def _new(self, text: str) -> str:
+        name = f"{self.prefix}{self._count}"
+        self._count += 1
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def _node(self, e: Expr) -> str:
+        if isinstance(e, Score):
+            return "score"
+        if isinstance(e, Sym):
+            return NAMES.get(e.name) or f"SIZE{e.name[1:]}"
+        if isinstance(e, Const):
+            return float_literal(e.value) if e.kind == FLOAT else repr(e.value)
+        if isinstance(e, Load):
+            return self._load(e)
+        if isinstance(e, Call):
+            return self._new(self._call(e))
+        raise Unprintable(f"unknown term {type(e).__name__}")
+
+    def _call(self, e: Call) -> str:
+        args = [self.names[a] for a in e.args]
+        fn = e.fn
+        if fn.startswith("cast_"):
+            return self._cast(e, args[0])
+        if fn == "where":
+            return f"tl.where({args[0]}, {args[1]}, {args[2]})"
+        if fn == "not_":
+            return f"({args[0]}) == 0" if isinstance(e.args[0], Const) else f"~{args[0]}"
+        if fn == "neg":
+            return f"-({args[0]})"
+        if fn in ("floordiv", "mod"):
+            return self._divide(e, *args)
+        if fn == "pow":
+            return self._power(e, args[0])
+        if fn in _INFIX:
+            if _needs_int64(e):
+                return f"{_int64(e.args[0], args[0])} * {_int64(e.args[1], args[1])}"
+            return f"{args[0]} {_INFIX[fn]} {args[1]}"
+        if e.args[0].kind == INT and fn in ("minimum", "maximum", "abs"):
+            return f"tl.{fn}({', '.join(args)})"
+        text = _FLOAT_TEXT.get(fn)
+        if text is None:
+            raise Unprintable(f"no Triton form of {fn}")
+        self.functions.update(f for f in DEVICE_FUNCTIONS if f in text)
+        return text.format(*args)
+
+    def _cast(self, e: Call, arg: str) -> str:
+        source = e.args[0].kind
+        if isinstance(e.args[0], (Const, Sym)):
+            arg = f"tl.to_tensor({arg})"
+        if e.kind == BOOL:
+            return f"{arg} != 0"
+        if e.kind == FLOAT:
+            return f"{arg}.to(tl.float32)"
+        return f"{arg}.to(tl.int32)" if source == BOOL else f"{arg}.to(tl.int64)"
+
+    def _divide(self, e: Call, a: str, b: str) -> str:
+        """Python's floor division and modulo; Triton's truncate, which is the same where neither operand is negative."""
+        x, y = e.args
+        op = "//" if e.fn == "floordiv" else "%"
+        if is_nonnegative(x) and is_nonnegative(y):
+            return f"{a} {op} {b}"
+        r = self._new(f"{a} % {b}")
+        wrong = self._new(f"({r} != 0) & (({r} < 0) != ({b} < 0))")
+        if e.fn == "mod":
+            return f"tl.where({wrong}, {r} + {b}, {r})"
+        return f"{a} // {b} - tl.where({wrong}, 1, 0)"
+
+    def _power(self, e: Call, base: str) -> str:
+        exponent = e.args[1]
+        if not isinstance(exponent, Const):
+            raise Unprintable("pow with an exponent that is not a number")
+        y = float(exponent.value)
+        if y == 0.5:
+            return f"tl.sqrt_rn({base})"
+        if not (y.is_integer() and 0 < abs(y) <= 64):
+            return f"tl.exp2({float_literal(y)} * tl.log2({base}))"
+        power, result, n = base, "", int(abs(y))
+        while n:
+            if n & 1:
+                result = self._new(f"{result} * {power}") if result else power
+            n >>= 1
+            if n:
+                power = self._new(f"{power} * {power}")
+        return f"1.0 / {result}" if y < 0 else result
+
+    def _load(self, e: Load) -> str:
+        slot = e.slot
+        info = self.captures[slot] if slot < len(self.captures) else CaptureInfo(len(e.index))
+        offsets, checks = [], []
+        for dim, index in enumerate(e.index):
+            text = self.names[index]
+            if not info.proves_inside(dim, index):
+                size = f"CAP{slot}_N{dim}"
+                if not is_nonnegative(index):
+                    checks.append(f"({text} >= 0)")
+                checks.append(f"({text} < {size})")
+            if index == Const(0):
+                continue
+            offsets.append(f"{self._index(slot, index, text)} * CAP{slot}_S{dim}")
+        address = f"CAP{slot}" + "".join(f" + {o}" for o in offsets)
+        value = f"tl.load({address})"
+        if checks:
+            mask = self._new(" & ".join(checks))
+            value = f"tl.load({address}, mask={mask}, other=0)"
+        if e.kind == FLOAT:
+            return self._new(f"{value}.to(tl.float32)")
+        return self._new(f"{value} != 0" if e.kind == BOOL else value)
+
+    def _index(self, slot: int, index: Expr, text: str) -> str:
+        if isinstance(index, Const):
+            return text
+        # A scalar costs nothing in 64 bits; a block of indices does, so its width is the kernel's choice.
+        wide = "tl.int64" if not varies(index) else f"CAP{slot}_INDEX"
+        return f"{text}.to({wide})" if not isinstance(index, Sym) or index.name in INDEX_NAMES else f"tl.cast({text}, {wide})"
+
+
+def _int64(e: Expr, text: str) -> str:
+    return text if isinstance(e, Const) else f"tl.cast({text}, tl.int64)"
+
+
+def varies(e: Expr) -> bool:
+    """Whether ``e`` differs inside a tile: it depends on q_idx, kv_idx or the score."""
+    return any(isinstance(n, Score) or (isinstance(n, Sym) and n.name in ("q_idx", "kv_idx")) for n in e.walk())
+
+
+def hoistable(exprs: Iterable[Expr], inside: frozenset[str]) -> list[Expr]:
+    """The largest sub-expressions of ``exprs`` worth computing outside a loop over the symbols in ``inside``.
+
+    Those are the calls and loads that depend on none of ``inside`` and not on the score; ``inside`` names symbols.
+    """
+    found: dict[Expr, None] = {}
+
+    def fixed(e: Expr) -> bool:
+        return not any(isinstance(n, Score) or (isinstance(n, Sym) and n.name in inside) for n in e.walk())
+
+    def visit(e: Expr) -> None:
+        if isinstance(e, (Call, Load)) and fixed(e):
+            found.setdefault(e)
+            return
+        for c in e.children:
+            visit(c)
+
+    for e in exprs:
+        visit(e)
+    return list(found)

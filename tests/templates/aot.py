@@ -1,0 +1,88 @@
+"""Compile one rendered kernel for an NVIDIA architecture that need not be present, and print what came out as JSON.
+
+Runs as a program, one compile a process: a compile for an architecture that the source does not fit can abort.
+Input on stdin: a pickled :class:`Request`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from fa_inductor.templates.rendering import KernelSource
+
+#: Largest shared memory of one program, bytes (CUDA programming guide, "technical specifications per compute capability").
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+
+_INSTRUCTIONS = {
+    "mma.sync": r"\bmma\.sync", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma",
+    "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared", "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kernel, a target and the type of each pointer argument (``bf16``, ``fp32``, ``i64``, ...)."""
+
+    kernel: KernelSource
+    arch: int
+    pointers: dict[str, str]
+    out: str
+
+
+def compile_kernel(request: Request) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fa_inductor.templates import standalone
+
+    function, complete = standalone.load(request.kernel)
+    types = {**request.pointers, standalone.OUTPUT: request.out}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], int] = {}
+    attributes: dict[tuple[int], list] = {}
+    scalars = dict(zip(function.arg_names[len(request.kernel.arguments) + 1 :], complete.scalars))
+    for i, name in enumerate(function.arg_names):
+        if name in types:
+            signature[name] = "*" + types[name]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+            continue
+        tensor, what, dim = scalars[name]
+        if what == "stride" and tensor in ("Q", "K", "V", "DO", standalone.OUTPUT) and dim == 3:
+            signature[name] = "constexpr"
+            constants[(i,)] = 1
+        else:
+            signature[name] = "i32"
+            if tensor and not (tensor == "Q" and what == "size" and dim == 1):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": request.kernel.num_warps, "num_stages": request.kernel.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    result: dict[str, Any] = {
+        "shared": compiled.metadata.shared,
+        "tmem": getattr(compiled.metadata, "tmem_size", 0) or 0,
+        "instructions": {n: len(re.findall(p, ptx, re.MULTILINE)) for n, p in _INSTRUCTIONS.items()},
+    }
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        usage = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout + usage.stderr)
+    assert found is not None, usage.stdout + usage.stderr
+    result.update(registers=int(found[1]), stack=int(found[2]), local=int(found[3]))
+    return result
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="fa_inductor_aot_"))
+    print(json.dumps(compile_kernel(pickle.load(sys.stdin.buffer))))
