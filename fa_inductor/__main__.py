@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "demo":
-            # The profiler that measures memory prints a line at each start and stop unless told not to before torch loads.
+            # The profiler that measures memory prints a line at each start and stop, unless told so before torch loads.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             from .demo import demo
 
