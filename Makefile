@@ -49,8 +49,9 @@ lint: $(VENV)/.test
 typecheck: $(VENV)/.test
 	@rm -rf $(WHEEL_DIR)
 	@$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation --target $(WHEEL_DIR) .
-	cd $(WHEEL_DIR) && MYPYPATH=. $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p fa_inductor
-	cd $(WHEEL_DIR) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
+	@cp pyproject.toml $(WHEEL_DIR)
+	cd $(WHEEL_DIR) && MYPYPATH=. $(abspath $(BIN))/mypy -p fa_inductor
+	cd $(WHEEL_DIR) && PYTHONPATH=. $(abspath $(BIN))/lint-imports
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)

@@ -89,7 +89,8 @@ def models(seqlen: int, device: str) -> list[Model]:
             "Install it with `pip install transformers`, or run `make demo`."
         ) from error
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH}
+    sizes.update(num_hidden_layers=LAYERS, num_attention_heads=HEADS)
     sizes.update(intermediate_size=2 * WIDTH, max_position_embeddings=seqlen, attn_implementation="eager")
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False))
     bert = transformers.BertModel(transformers.BertConfig(**sizes))
@@ -134,7 +135,7 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
     # The process's resident size would count the compiler; the allocator's own events count tensors alone.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    results = profile.profiler.kineto_results
     events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     alive = peak = 0
     for _, nbytes in events:
