@@ -1,16 +1,16 @@
 """The fused ops: schemas, shape functions, kernels, autograd and FLOP counts.
 
 ``flash_attention`` computes ``spec = AttentionSpec.parse(program)`` over q [B, Hq, M, Dqk], k [B, Hkv, N, Dqk] and
-v [B, Hkv, N, Dv] (any strides) and returns out [B, Hq, M, Dv] and lse [B, Hq, M]; ``flash_attention_backward`` gives the
-gradients of out. ``sizes`` are the values of the program's n0, n1, ... and ``kernel`` names who computes it:
+v [B, Hkv, N, Dv] (any strides) and returns out [B, Hq, M, Dv] and lse [B, Hq, M]; ``flash_attention_backward`` gives
+the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and ``kernel`` names who computes it:
 
 * ``reference``: :mod:`fa_inductor.reference`, any program, any device;
 * ``aten``: ATen's flash attention for CPU, for what :func:`fa_inductor.cpu_flash.supports` admits;
 * ``triton``: lowered by Inductor; called outside a compiled graph it computes the reference.
 
-``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default generator. It
-is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the partitioner saves the
-value for the backward instead of drawing again.
+``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default
+generator. It is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the
+partitioner saves the value for the backward instead of drawing again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ flash_attention_backward = torch.ops.fa_inductor.flash_attention_backward.defaul
 dropout_seed = torch.ops.fa_inductor.dropout_seed.default
 
 
-# ------------------------------------------------------------------------------------------------------------ validation
+# --------------------------------------------------------------------------------------------------------- validation
 @lru_cache(maxsize=1024)
 def _requirements(program: str) -> tuple[tuple[tuple[int, int, str, str], ...], int]:
     """What a program asks of its operands: (slot, rank, kind, text) of every load, and how many sizes it names."""
@@ -68,9 +68,8 @@ def _requirements(program: str) -> tuple[tuple[tuple[int, int, str, str], ...], 
 def check_operands(
     q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: str, kernel: str
 ) -> AttentionSpec:
-    """The parsed program, after checking that the operands fit it; raises :class:`ProgramError` saying what does not."""
-    spec = AttentionSpec.parse(program)
-    if kernel not in KERNELS:
+    """The parsed program, after checking that the operands fit it; raises :class:`ProgramError` saying what does
+    not.""" spec = AttentionSpec.parse(program) if kernel not in KERNELS:
         raise ProgramError(f"unknown kernel {kernel!r}; known are {', '.join(KERNELS)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4 or not t.dtype.is_floating_point:
@@ -96,13 +95,12 @@ def check_operands(
         t = captures[slot]
         if t.dim() != rank or reference.capture_kind(t) != kind:
             raise ProgramError(f"{text} does not fit the captured tensor {t.dtype} {tuple(t.shape)}")
-    if spec.dropout_p:
-        if spec.seed_slot >= len(captures) or captures[spec.seed_slot].dtype != torch.int64:
-            raise ProgramError(f"dropout needs an int64 tensor of two elements in slot {spec.seed_slot}")
+    if spec.dropout_p and (spec.seed_slot >= len(captures) or captures[spec.seed_slot].dtype != torch.int64):
+        raise ProgramError(f"dropout needs an int64 tensor of two elements in slot {spec.seed_slot}")
     return spec
 
 
-# --------------------------------------------------------------------------------------------------------------- forward
+# ------------------------------------------------------------------------------------------------------------ forward
 def _autocast_keys() -> Any:
     keys = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
     return reduce(or_, (torch._C.DispatchKeySet(key) for key in keys))
@@ -118,8 +116,8 @@ _EXCLUDE = _autocast_keys()
 def _own_context() -> Iterator[None]:
     """Runs a kernel's body as if it were called on its own, whatever the caller's modes.
 
-    Ambient autocast would reach the matmuls inside, while the program already says which dtype each operand has; a dispatch
-    mode would see the kernel's inner ops, and disables functorch's keys, which the reference's backward needs.
+    Ambient autocast would reach the matmuls inside, while the program already says which dtype each operand has; a
+    dispatch mode would see the kernel's inner ops, and disables functorch's keys, which the reference's backward needs.
     """
     include = torch._C._dispatch_tls_local_include_set() & _INCLUDE  # without ADInplaceOrView in inference mode
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(include, _EXCLUDE), torch.no_grad():
@@ -155,7 +153,7 @@ def _flash_attention_fake(
     return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
-# -------------------------------------------------------------------------------------------------------------- backward
+# ----------------------------------------------------------------------------------------------------------- backward
 def _flash_attention_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -187,7 +185,7 @@ def _flash_attention_backward(
 def _check_needs_grad(captures: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
     if len(needs_grad) != 3 + len(captures):
         raise ProgramError(f"needs_grad must have 3 + {len(captures)} entries, got {len(needs_grad)}")
-    for i, (t, need) in enumerate(zip(captures, needs_grad[3:])):
+    for i, (t, need) in enumerate(zip(captures, needs_grad[3:], strict=True)):
         if need and not t.dtype.is_floating_point:
             raise ProgramError(f"captured tensor {i} is {t.dtype} and has no gradient")
 
@@ -208,7 +206,7 @@ def _flash_attention_backward_fake(
     spec = check_operands(q, k, v, captures, sizes, program, kernel)
     _check_needs_grad(captures, needs_grad)
     result = []
-    for i, (t, need) in enumerate(zip([q, k, v, *captures], needs_grad)):
+    for i, (t, need) in enumerate(zip([q, k, v, *captures], needs_grad, strict=True)):
         if not need:
             result.append(q.new_empty(0))
         elif i < 3:
@@ -218,7 +216,7 @@ def _flash_attention_backward_fake(
     return result
 
 
-# -------------------------------------------------------------------------------------------------------------- autograd
+# ----------------------------------------------------------------------------------------------------------- autograd
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, captures, sizes, program, kernel = inputs
     out, lse = output
@@ -236,8 +234,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tu
         computed = torch.ops.fa_inductor.flash_attention_backward(
             grad_out, q, k, v, out, lse, captures, ctx.sizes, ctx.program, ctx.kernel, needs
         )
-        grads = [g if need else None for g, need in zip(computed, needs)]
-    # torch matches the structure of what comes back with the inputs': a list of numbers is one leaf, an empty list a list.
+        grads = [g if need else None for g, need in zip(computed, needs, strict=True)]
+    # torch matches the structure of what comes back with the inputs': a list of numbers is one leaf, an empty list a
+    # list.
     return (*grads[:3], grads[3:], None if ctx.sizes else [], None, None)
 
 
@@ -247,12 +246,12 @@ def _setup_nothing(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
     raise NotImplementedError(
-        "fa_inductor::flash_attention has no second derivative; run the model without torch.compile(backend='fa_inductor') "
-        "where gradients of gradients are needed"
+        "fa_inductor::flash_attention has no second derivative; run the model without
+        torch.compile(backend='fa_inductor') " "where gradients of gradients are needed"
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- registration
+# ------------------------------------------------------------------------------------------------------- registration
 _LIB.impl("flash_attention", _flash_attention, "CompositeExplicitAutograd")
 _LIB.impl("flash_attention_backward", _flash_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(flash_attention, _flash_attention_fake, lib=_LIB)
@@ -275,14 +274,22 @@ def _products(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
 
 
 @register_flop_formula(torch.ops.fa_inductor.flash_attention)
-def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, out_shape: Any = None, **kw: Any) -> int:
+def _forward_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, out_shape: Any = None, **kw: Any
+) -> int:
     """q k^T and p v, masks not counted, as torch counts scaled_dot_product_attention."""
     return _products(q, k) * (q[3] + v[3])
 
 
 @register_flop_formula(torch.ops.fa_inductor.flash_attention_backward)
 def _backward_flops(
-    grad: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, out_shape: Any = None, **kw: Any
+    grad: Sequence[int],
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    *args: Any,
+    out_shape: Any = None,
+    **kw: Any,
 ) -> int:
     """q k^T again, dp = do v^T, dv = p^T do, dq = ds k, dk = ds^T q."""
     return _products(q, k) * (3 * q[3] + 2 * v[3])

@@ -6,9 +6,9 @@ One number decides one softmax weight. With ``seed, offset0 = seed_tensor`` (int
     linear = ((b * H + h) * M + m) * N + n          # int64, whatever the tiling
     tl.rand(seed, (offset0 + linear).to(tl.int64)) > dropout_p
 
-so forward, backward and every kernel draw the same mask. The offset must be int64 in Triton too: its low word is the first
-counter word, its high word the second. Formulas: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11),
-section 4.3; word order and float conversion as in ``triton/language/random.py``.
+so forward, backward and every kernel draw the same mask. The offset must be int64 in Triton too: its low word is the
+first counter word, its high word the second. Formulas: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC'11), section 4.3; word order and float conversion as in ``triton/language/random.py``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox_4x32(seed: Tensor, offset: Tensor) -> Tensor:
-    """First output word (as int64 in [0, 2**32)) of Philox4x32-10 with key ``seed`` and counter ``offset``, both int64."""
-    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
-    c0, c1 = offset & _MASK32, (offset >> 32) & _MASK32
-    c2 = c3 = torch.zeros_like(c0)
-    for _ in range(_ROUNDS):
+    """First output word (as int64 in [0, 2**32)) of Philox4x32-10 with key ``seed`` and counter ``offset``, both
+    int64.""" k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32 c0, c1 = offset & _MASK32, (offset >> 32) & _MASK32 c2 =
+    c3 = torch.zeros_like(c0) for _ in range(_ROUNDS):
         hi_b, lo_b = _mul_hi_lo(_ROUND_B, c2)
         hi_a, lo_a = _mul_hi_lo(_ROUND_A, c0)
         c0, c1, c2, c3 = hi_b ^ c1 ^ k0, lo_b, hi_a ^ c3 ^ k1, lo_a

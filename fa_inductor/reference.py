@@ -1,9 +1,9 @@
 """The dense oracle: any program on any device, written with differentiable torch ops.
 
-:func:`evaluate` gives the value of a score expression over a (batch, head, query, key) block and :func:`attention` the whole
-operation with eager PyTorch's semantics: a row whose every logit is -inf is NaN (or 0, as the spec says), NaN stays NaN, a
-row excluded by a finite fill is averaged like any other, and zero keys give zeros. Low-precision operands are computed in
-float32 and rounded once at the end.
+:func:`evaluate` gives the value of a score expression over a (batch, head, query, key) block and :func:`attention` the
+whole operation with eager PyTorch's semantics: a row whose every logit is -inf is NaN (or 0, as the spec says), NaN
+stays NaN, a row excluded by a finite fill is averaged like any other, and zero keys give zeros. Low-precision operands
+are computed in float32 and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Env:
     ) -> Env:
         """The environment of a whole [B, H, M, N] score matrix; ``sizes`` are the values of n0, n1, ..."""
         table = {"q_len": shape[2], "kv_len": shape[3], **{f"n{i}": s for i, s in enumerate(sizes)}}
-        return Env({n: (0, s) for n, s in zip(INDEX_NAMES, shape)}, table, captures, device, dtype, score)
+        return Env({n: (0, s) for n, s in zip(INDEX_NAMES, shape, strict=True)}, table, captures, device, dtype, score)
 
     def block(self, **ranges: tuple[int, int]) -> Env:
         """The same environment over a part of the matrix, e.g. ``block(q_idx=(m0, rows), kv_idx=(n0, cols))``."""
@@ -86,7 +86,7 @@ class Env:
         shape[INDEX_NAMES.index(name)] = length
         return torch.arange(start, start + length, device=self.device, dtype=torch.int64).view(shape)
 
-    def _scalar(self, value: float | int | bool, kind: str) -> Tensor:
+    def _scalar(self, value: float | bool, kind: str) -> Tensor:
         dtype = {FLOAT: self.dtype, INT: torch.int64, BOOL: torch.bool}[kind]
         return torch.full((), value, dtype=dtype, device=self.device)
 
@@ -99,9 +99,9 @@ class Env:
 def evaluate(expr: Expr, env: Env) -> Tensor:
     """Value of ``expr`` as a tensor of four dimensions or none that broadcasts to the block's shape.
 
-    Integers are int64, booleans bool, floats ``env.dtype``. A load outside its tensor reads 0 or False, as a masked load does in
-    a kernel, so that ``where(kv_idx < n0, f0[kv_idx], f1[kv_idx - n0])`` is defined. Raises :class:`ProgramError` for a slot,
-    size or rank that the environment does not have.
+    Integers are int64, booleans bool, floats ``env.dtype``. A load outside its tensor reads 0 or False, as a masked
+    load does in a kernel, so that ``where(kv_idx < n0, f0[kv_idx], f1[kv_idx - n0])`` is defined. Raises
+    :class:`ProgramError` for a slot, size or rank that the environment does not have.
     """
     values = env._values
     for node in expr.walk():
@@ -184,10 +184,10 @@ def _load_as_view(t: Tensor, index: tuple[Expr, ...], env: Env) -> Tensor | None
 
 
 def _gather(t: Tensor, index: list[Tensor]) -> Tensor:
-    inside = reduce(and_, ((i >= 0) & (i < n) for i, n in zip(index, t.shape)))
+    inside = reduce(and_, ((i >= 0) & (i < n) for i, n in zip(index, t.shape, strict=True)))
     if t.numel() == 0:
         return torch.zeros_like(inside, dtype=t.dtype)
-    clamped = tuple(i.clamp(0, n - 1) for i, n in zip(index, t.shape))
+    clamped = tuple(i.clamp(0, n - 1) for i, n in zip(index, t.shape, strict=True))
     return torch.where(inside, t[clamped], torch.zeros((), dtype=t.dtype, device=t.device))
 
 
@@ -223,8 +223,8 @@ def attention(
         compute_dtype: float32 or float64; None takes float64 for float64 operands and float32 otherwise.
 
     Returns:
-        out [B, Hq, M, Dv] in v's dtype, laid out as ``spec.layout`` says, and lse [B, Hq, M] float32: the natural logarithm of the
-        softmax's denominator, sinks included, before dropout; -inf where every logit is.
+        out [B, Hq, M, Dv] in v's dtype, laid out as ``spec.layout`` says, and lse [B, Hq, M] float32: the natural
+        logarithm of the softmax's denominator, sinks included, before dropout; -inf where every logit is.
     """
     dtype = compute_dtype or compute_dtype_of(q.dtype)
     batch, heads, rows, _ = q.shape
@@ -265,20 +265,21 @@ def attention_grads(
 ) -> list[Tensor | None]:
     """Gradients of :func:`attention`'s out in (q, k, v, *captures), None where ``needs_grad`` is False.
 
-    Each has its operand's shape and dtype. Works below autograd (inside a dispatcher kernel), where grad mode does nothing.
+    Each has its operand's shape and dtype. Works below autograd (inside a dispatcher kernel), where grad mode does
+    nothing.
     """
     operands = [q, k, v, *captures]
     wanted = [i for i, need in enumerate(needs_grad) if need]
 
     def forward(*xs: Tensor) -> Tensor:
         full = list(operands)
-        for i, x in zip(wanted, xs):
+        for i, x in zip(wanted, xs, strict=True):
             full[i] = x
         return attention(full[0], full[1], full[2], full[3:], sizes, spec, compute_dtype)[0]
 
     grads: list[Tensor | None] = [None] * len(operands)
     if wanted:
         _, pullback = torch.func.vjp(forward, *(operands[i].detach() for i in wanted))
-        for i, g in zip(wanted, pullback(grad_out)):
+        for i, g in zip(wanted, pullback(grad_out), strict=True):
             grads[i] = g
     return grads
