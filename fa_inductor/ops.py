@@ -68,8 +68,9 @@ def _requirements(program: str) -> tuple[tuple[tuple[int, int, str, str], ...], 
 def check_operands(
     q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: str, kernel: str
 ) -> AttentionSpec:
-    """The parsed program, after checking that the operands fit it; raises :class:`ProgramError` saying what does
-    not.""" spec = AttentionSpec.parse(program) if kernel not in KERNELS:
+    """The parsed program, checked against its operands; raises :class:`ProgramError` saying what does not fit."""
+    spec = AttentionSpec.parse(program)
+    if kernel not in KERNELS:
         raise ProgramError(f"unknown kernel {kernel!r}; known are {', '.join(KERNELS)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4 or not t.dtype.is_floating_point:
@@ -246,8 +247,8 @@ def _setup_nothing(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
     raise NotImplementedError(
-        "fa_inductor::flash_attention has no second derivative; run the model without
-        torch.compile(backend='fa_inductor') " "where gradients of gradients are needed"
+        "fa_inductor::flash_attention has no second derivative: run the model without backend='fa_inductor' where "
+        "gradients of gradients are needed"
     )
 
 

@@ -27,14 +27,16 @@ _UNIT = 4.6566127342e-10
 def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of ``factor * x`` for 0 <= x < 2**32, held in int64."""
     # The product may pass 2**63 and wrap; its low 64 bits, hence both words, are right all the same.
-    product = x * (factor if factor < 2**63 else factor - 2**64)
+    product = x * factor
     return (product >> 32) & _MASK32, product & _MASK32
 
 
 def philox_4x32(seed: Tensor, offset: Tensor) -> Tensor:
-    """First output word (as int64 in [0, 2**32)) of Philox4x32-10 with key ``seed`` and counter ``offset``, both
-    int64.""" k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32 c0, c1 = offset & _MASK32, (offset >> 32) & _MASK32 c2 =
-    c3 = torch.zeros_like(c0) for _ in range(_ROUNDS):
+    """First output word, int64 in [0, 2**32), of Philox4x32-10 with key ``seed`` and counter ``offset``, both int64."""
+    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    c0, c1 = offset & _MASK32, (offset >> 32) & _MASK32
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(_ROUNDS):
         hi_b, lo_b = _mul_hi_lo(_ROUND_B, c2)
         hi_a, lo_a = _mul_hi_lo(_ROUND_A, c0)
         c0, c1, c2, c3 = hi_b ^ c1 ^ k0, lo_b, hi_a ^ c3 ^ k1, lo_a
