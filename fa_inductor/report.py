@@ -78,7 +78,7 @@ class SiteReport:
 
     def where(self) -> str:
         """The node, with its graph and sub-graph, e.g. ``graph 0 wrap_body_0/softmax_1``."""
-        return f"graph {self.graph_index} " + "/".join(part for part in (self.path, self.node) if part)
+        return f"graph {self.graph_index} {'/'.join(part for part in (self.path, self.node) if part)}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "near_misses": list(self.near_misses)}
