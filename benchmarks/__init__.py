@@ -1,0 +1,1 @@
+"""Benchmarks of fa_inductor: coverage over real models, whole-model time and memory, compile time."""

@@ -1,0 +1,88 @@
+"""What every benchmark shares: where the results go, and a record of what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Versions, CPU model and thread settings, saved beside every set of numbers."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    libraries = {}
+    for name in ("transformers", "timm", "diffusers", "x_transformers", "open_clip_torch"):
+        version = installed_version(name)
+        if version:
+            libraries[name] = version
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fa_inductor": installed_version("fa_inductor") or "checkout",
+        "cpu": cpu,
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "libraries": libraries,
+    }
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def save(path: str | os.PathLike[str], payload: dict[str, Any]) -> Path:
+    """Write ``payload`` as JSON through a temporary file, so that a killed run leaves the old file whole."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(target.name + ".part")
+    scratch.write_text(json.dumps(payload, indent=1, sort_keys=False) + "\n")
+    scratch.replace(target)
+    return target
+
+
+def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:
+    """A GitHub-style text table; falls back to tab-separated lines where ``tabulate`` is missing."""
+    rows = [[("" if cell is None else cell) for cell in row] for row in rows]
+    try:
+        from tabulate import tabulate
+    except ImportError:
+        lines = ["\t".join(headers)]
+        lines += ["\t".join(str(cell) for cell in row) for row in rows]
+        return "\n".join(lines)
+    return tabulate(rows, headers=headers, tablefmt="github", floatfmt=".3g")
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """Geometric mean of positive numbers, None for an empty list."""
+    import math
+
+    if not values:
+        return None
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def worker_command(module: str, *arguments: str) -> list[str]:
+    """Command line that runs ``python -m module`` in a fresh process."""
+    return [sys.executable, "-m", module, *arguments]

@@ -1,0 +1,185 @@
+"""The benchmarks' own parts: the zoo builds and runs, and the site finder counts what is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import _coverage_child, zoo
+from benchmarks._coverage_child import Outcome, Seen, build, call, compare, run_eagerly, watch
+from benchmarks.sitefinder import attention_sites
+
+SAMPLE = (
+    "divide_by_root",
+    "baddbmm_alpha",
+    "grouped_einsum",
+    "grown_cache",
+    "no_batch",
+    "causal_buffer",
+    "padding_and_causal",
+    "gathered_bias_and_shift",
+    "sinks_concatenated",
+    "weights_returned",
+    "sparsemax",
+    "mha_causal_padded",
+    "call_grouped",
+    "plain_gpt",
+)
+LIBRARY_FREE = [name for name in zoo.names() if not zoo.get(name).needs]
+
+
+def sites_in_graphs(name: str, mode: str) -> Seen:
+    """What the hooks count in Inductor's plain pipeline."""
+    from torch._inductor.compile_fx import compile_fx
+
+    model, train, seen = zoo.get(name), mode == "train", Seen()
+    built = build(model, torch.float32, train)
+    torch._dynamo.reset()
+    with watch(seen):
+        compiled = torch.compile(
+            built[0],
+            backend=lambda gm, inputs: compile_fx(gm, inputs, inner_compile=run_eagerly),
+            dynamic=model.dynamic,
+        )
+        call(compiled, built, model, train)
+    return seen
+
+
+def test_registry_is_large_and_mixed():
+    counted = [model for model in zoo.REGISTRY.values() if model.kind in ("pos", "sdpa")]
+    lookalikes = [model for model in zoo.REGISTRY.values() if model.kind == "neg"]
+    assert len(counted) >= 120
+    assert len(lookalikes) >= 20
+    assert {"transformers", "timm", "diffusers", "x-transformers", "open_clip", "torch.nn", "spelled"} <= {
+        model.family for model in counted
+    }
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="registered twice"):
+        zoo.base.register("divide_by_root", "spelled", lambda: None)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample_builds_and_runs(name: str):
+    model = zoo.get(name)
+    for train in (False, True):
+        outcome = call((built := build(model, torch.float32, train))[0], built, model, train)
+        assert outcome.outputs
+        assert all(tensor.isfinite().all() for tensor in outcome.outputs.values())
+    assert any(gradient is not None and gradient.abs().max() > 0 for gradient in outcome.gradients.values())
+
+
+def test_same_seed_gives_the_same_model():
+    model = zoo.get("bucketed_bias")
+    first, second = (build(model, torch.float32, train=False) for _ in range(2))
+    outputs = [call(built[0], built, model, train=False).outputs["0"] for built in (first, second)]
+    assert torch.equal(*outputs)
+
+
+def test_every_library_free_model_can_be_constructed():
+    for name in LIBRARY_FREE:
+        module, args, _ = zoo.get(name).build()
+        assert isinstance(module, torch.nn.Module), name
+        assert args, name
+
+
+def test_missing_library_is_reported_as_unavailable():
+    with pytest.raises(zoo.Unavailable, match="a_library_that_is_not_there"):
+        zoo.base.require("a_library_that_is_not_there")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "sites"),
+    [
+        ("divide_by_root", "infer", 1),
+        ("divide_by_root", "train", 1),
+        ("softmax_by_logsumexp", "train", 1),
+        ("softmax_by_log_softmax", "infer", 1),
+        ("softmax_divided_last", "train", 1),
+        ("difference_of_two", "train", 2),
+        ("query_blocks", "infer", 3),
+        ("no_batch", "train", 1),
+        ("values_on_the_left", "infer", 1),
+        ("sinks_concatenated", "train", 1),
+        ("alibi_baddbmm", "infer", 1),
+        ("plain_gpt", "train", 2),
+        ("linear_elu", "train", 0),
+        ("linear_two_softmaxes", "infer", 0),
+        ("sigmoid_weights", "infer", 0),
+        ("sparsemax", "train", 0),
+        ("softmax_of_one_matrix", "infer", 0),
+    ],
+)
+def test_site_finder_counts(name: str, mode: str, sites: int):
+    assert sites_in_graphs(name, mode).sites == sites
+
+
+def test_site_finder_ignores_the_loss():
+    """The gradient of a cross entropy is a softmax that meets a product in the backward graph: no attention."""
+
+    def loss(x, weight, target):
+        return torch.nn.functional.cross_entropy((x @ x.mT).flatten(0, 1) @ weight, target)
+
+    seen = Seen()
+    with watch(seen):
+        from torch._inductor.compile_fx import compile_fx
+
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, backend=lambda gm, inputs: compile_fx(gm, inputs, inner_compile=run_eagerly))
+        x, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+        compiled(x, weight, torch.randint(0, 7, (10,))).backward()
+    assert seen.graphs == 1
+    assert seen.sites == 0
+
+
+def test_site_names_both_products():
+    graphs = []
+
+    def backend(gm, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=lambda g, _: graphs.append(g) or g.forward)(gm, inputs)
+
+    model = zoo.get("values_on_the_left")
+    built = build(model, torch.float32, train=False)
+    torch._dynamo.reset()
+    call(torch.compile(built[0], backend=backend), built, model, train=False)
+    (site,) = attention_sites(graphs[0].graph)
+    order = list(graphs[0].graph.nodes)
+    assert order.index(site.scores) < order.index(site.weights) < order.index(site.values)
+
+
+def test_a_wrong_value_is_called_wrong():
+    exact = {"out": torch.linspace(-1, 1, 50, dtype=torch.float64)}
+    eager = {"out": exact["out"].float()}
+    assert compare(eager, exact, {"out": eager["out"] * (1 + 1e-7)}, torch.float32)["ratio"] <= 1
+    assert compare(eager, exact, {"out": eager["out"] * (1 + 1e-4)}, torch.float32)["ratio"] > 1
+    assert compare(eager, exact, {"out": eager["out"].clone().fill_(float("nan"))}, torch.float32)["ratio"] > 1
+    assert compare(eager, exact, {"out": None}, torch.float32)["ratio"] > 1
+    assert compare(eager, exact, {"out": eager["out"][:49]}, torch.float32)["ratio"] > 1
+
+
+def test_a_row_of_the_table(monkeypatch):
+    """The built-in pass on one model, values and gradients against float64."""
+    (row,) = _coverage_child.measure("divide_by_root", "train", "fp32", ("builtin",))
+    assert row["status"] == "ok"
+    assert row["sites"] == 1
+    assert row["gradient"]["ratio"] <= 1
+
+    real = _coverage_child.call
+
+    def spoiled(function, built, model, train):
+        outcome = real(function, built, model, train)
+        if function is not built[0]:
+            outcome = Outcome({key: value + 1e-2 for key, value in outcome.outputs.items()}, outcome.gradients)
+        return outcome
+
+    monkeypatch.setattr(_coverage_child, "call", spoiled)
+    (row,) = _coverage_child.measure("divide_by_root", "train", "fp32", ("builtin",))
+    assert row["status"] == "wrong"
