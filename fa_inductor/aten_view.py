@@ -1,0 +1,474 @@
+"""The functional ATen view of a Dynamo graph: what the graph computes, for analysis only, never run.
+
+Dynamo's graph is what gets rewritten, but it spells one thing in many ways: methods, functions, einsum strings, in-place
+writes, autocast blocks, checkpoint bodies. :func:`build` interprets it on fake tensors under functionalisation and records the
+ATen ops. Every ATen node keeps its *origin* (the Dynamo node, sub-graph path and clock it came from), and
+:meth:`AtenView.dynamo_values` answers the reverse question: which Dynamo node holds this ATen value at that clock. A value
+overwritten in place in between has no holder any more, so a rewrite that needs it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+_lib = torch.library.Library("fa_inductor_view", "DEF")
+_lib.define("opaque(Tensor[] inputs, int key) -> Tensor[]")
+_lib.define("detach(Tensor x) -> Tensor")
+_lib.define(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa)"
+    " -> Tensor"
+)
+
+_opaque_outputs: dict[int, list[torch.Tensor]] = {}
+
+
+def _opaque(inputs: list[torch.Tensor], key: int) -> list[torch.Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in _opaque_outputs[key]]
+
+
+def _detach(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):  # type: ignore[no-untyped-def]
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]) if not enable_gqa else q.shape[:-2]
+    return q.new_empty((*lead, q.shape[-2], v.shape[-1]))
+
+
+for _name, _impl in (("opaque", _opaque), ("detach", _detach), ("sdpa", _sdpa)):
+    _lib.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fa_inductor_view::{_name}", _impl, lib=_lib)
+
+#: Leaves of the view that stand for something else than the ATen op of their name.
+OPAQUE = torch.ops.fa_inductor_view.opaque.default
+DETACH = torch.ops.fa_inductor_view.detach.default
+SDPA = torch.ops.fa_inductor_view.sdpa.default
+
+
+class ViewError(Exception):
+    """The view could not be built; carries the Dynamo node at fault when there is one."""
+
+    def __init__(self, message: str, node: fx.Node | None = None):
+        super().__init__(message)
+        self.node = node
+
+
+Path = tuple[str, ...]
+Holder = tuple[Path, fx.Node]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an ATen node came from."""
+
+    path: Path
+    node: fx.Node
+    clock: int
+    grad_enabled: bool
+
+
+@dataclass(frozen=True)
+class DynamoValue:
+    """A Dynamo node (or one leaf of its output) that holds an ATen value."""
+
+    path: Path
+    node: fx.Node
+    leaf: int
+
+
+@dataclass
+class AtenView:
+    """Result of :func:`build`."""
+
+    graph: fx.Graph = None  # type: ignore[assignment]
+    module: fx.GraphModule = None  # type: ignore[assignment]
+    fake_mode: FakeTensorMode | None = None
+    origin: dict[fx.Node, Origin] = field(default_factory=dict)
+    bodies: dict[Path, fx.GraphModule] = field(default_factory=dict)
+    opaque_bodies: list[tuple[Path, fx.Node]] = field(default_factory=list)
+    seconds: float = 0.0
+    clock: int = 0
+    _history: dict[Holder, list[tuple[int, dict[int, fx.Node | None]]]] = field(default_factory=dict)
+    _holders: dict[fx.Node, list[tuple[Holder, int]]] = field(default_factory=dict)
+    _live: dict[Holder, list[tuple[int, Any]]] = field(default_factory=dict)
+    _storages: dict[int, set[Holder]] = field(default_factory=dict)
+
+    def dynamo_values(self, node: fx.Node, clock: int, path: Path) -> list[DynamoValue]:
+        """Dynamo values of sub-graph ``path`` that hold ``node`` just before ``clock``, earliest first."""
+        out = []
+        for holder, leaf in self._holders.get(node, ()):
+            if holder[0] != path or holder[1].op == "output":
+                continue
+            past = [leaves for t, leaves in self._history[holder] if t < clock]
+            if past and past[-1].get(leaf) is node:
+                out.append(DynamoValue(holder[0], holder[1], leaf))
+        return out
+
+    def results(self, holder: Holder) -> dict[int, fx.Node | None]:
+        """ATen node per output leaf of a Dynamo node, as first produced."""
+        return self._history[holder][0][1] if holder in self._history else {}
+
+    def holders(self, node: fx.Node) -> list[tuple[Holder, int]]:
+        return self._holders.get(node, [])
+
+
+_INPLACE_OPERATORS = {
+    operator.setitem, operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.ifloordiv, operator.iand,
+    operator.ior, operator.ixor, operator.ipow, operator.imatmul, operator.imod,
+}  # fmt: skip
+_INPLACE_POSITIONAL = {"relu", "dropout", "silu", "elu", "gelu", "leaky_relu", "hardtanh", "threshold", "celu", "selu", "mish"}
+
+
+def is_inplace(n: fx.Node) -> bool:
+    """Whether a Dynamo node may write into one of its inputs."""
+    if n.op == "call_method":
+        t = str(n.target)
+        return (t.endswith("_") and not t.endswith("__")) or (t.startswith("__i") and t.endswith("__")) or t == "__setitem__"
+    if n.op != "call_function":
+        return False
+    if n.target in _INPLACE_OPERATORS or n.kwargs.get("inplace") or n.kwargs.get("out") is not None:
+        return True
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.target._schema.is_mutable
+    name = getattr(n.target, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name in _INPLACE_POSITIONAL and any(a is True for a in n.args[1:])
+    )
+
+
+#: Functions whose inside holds nothing that a match needs and that cost much to trace: one opaque node each.
+_HEAVY = {
+    F.linear, F.layer_norm, F.group_norm, F.batch_norm, F.embedding, F.conv1d, F.conv2d, F.conv3d,
+    torch.conv1d, torch.conv2d, torch.conv3d, getattr(F, "rms_norm", None), F.cross_entropy, F.gelu, F.silu,
+    torch._C._nn.linear, torch._C._nn.gelu, torch._C._nn.silu,
+}  # fmt: skip
+_HEAVY.discard(None)
+
+
+def _decompositions() -> dict:
+    from torch._decomp import get_decompositions
+
+    return dict(
+        get_decompositions(
+            [
+                aten.tril.default, aten.triu.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_,
+                aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros_like, aten.ones_like,
+                aten.full_like, aten.zeros, aten.ones, aten.new_ones, aten.new_zeros, aten.new_full, aten.rsub,
+                aten.addcmul, aten.addcdiv, aten.transpose.int, aten.t, aten._unsafe_view, aten.select_scatter,
+            ]
+        )
+    )  # fmt: skip
+
+
+class _Leaves(TorchFunctionMode):
+    """Keeps SDPA and detach as single nodes, also where a composite function calls them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _call_sdpa(*args, **kwargs)
+        if func in (torch.detach, torch.Tensor.detach):
+            return DETACH(args[0])
+        if getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            return DETACH(args[0])
+        return func(*args, **kwargs)
+
+
+def _call_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
+    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a Dynamo graph on functional fake tensors and keeps the books of provenance."""
+
+    def __init__(self, gm: fx.GraphModule, builder: _Builder, path: Path):
+        super().__init__(gm, garbage_collect_values=False)
+        self.builder, self.path = builder, path
+        builder.view.bodies[path] = gm
+
+    def run_node(self, n: fx.Node) -> Any:
+        b, view = self.builder, self.builder.view
+        if not self.path and b.need is not None and n.op not in ("placeholder", "output") and n not in b.need:
+            return None
+        mark = b.aten_graph._root._prev
+        view.clock += 1
+        try:
+            result = self._dispatch(n)
+        except ViewError:
+            raise
+        except Exception as e:
+            raise ViewError(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", n) from e
+        origin = Origin(self.path, n, view.clock, b.grad_enabled)
+        x = mark._next
+        while x is not b.aten_graph._root:
+            view.origin.setdefault(x, origin)
+            x = x._next
+        b.record((self.path, n), result)
+        if is_inplace(n):
+            b.reread(n, [r for a in n.all_input_nodes for r in pytree.tree_leaves(self.env.get(a))])
+        return result
+
+    def _dispatch(self, n: fx.Node) -> Any:
+        b = self.builder
+        if n.op == "output":
+            if not self.path and b.need is not None:
+                return ()
+            return super().run_node(n)
+        if n.op == "get_attr":
+            return b.attribute(self, n)
+        if n.op == "call_function":
+            target = n.target
+            if isinstance(target, torch._ops.HigherOrderOperator):
+                return self._higher_order(n)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if target is torch._C._set_grad_enabled:
+                b.grad_enabled = args[0]
+                return None
+            if target is torch.amp.autocast_mode._enter_autocast:
+                token = target(*args, **kwargs)
+                b.autocast.append(token)
+                return token
+            if target is torch.amp.autocast_mode._exit_autocast:
+                b.autocast.remove(args[0])
+                return target(*args)
+            if target in _HEAVY and "example_value" in n.meta:
+                return self.opaque(n, (args, kwargs))
+        return super().run_node(n) if n.op != "call_module" else self._module(n)
+
+    def _module(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return self.opaque(n, (args, kwargs))
+
+    def _higher_order(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        name = n.target.name()  # type: ignore[union-attr]
+        b = self.builder
+        if name in ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"):
+            return self._body(n, args[0], args[1:])
+        if name == "invoke_subgraph":
+            return self._body(n, args[0], args[2:])
+        if name == "wrap_with_set_grad_enabled":
+            before, b.grad_enabled = b.grad_enabled, args[0]
+            try:
+                return self._body(n, args[1], args[2:])
+            finally:
+                b.grad_enabled = before
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache, body, *rest = args
+            with torch.autocast(device, dtype, enabled, cache):
+                return self._body(n, body, rest)
+        self.builder.view.opaque_bodies.append((self.path, n))
+        return self.opaque(n, (args, kwargs))
+
+    def _body(self, n: fx.Node, gm: Any, args: Any) -> Any:
+        if not isinstance(gm, fx.GraphModule):
+            return self.opaque(n, args)
+        return _Interpreter(gm, self.builder, (*self.path, n.name)).run(*args)
+
+    def opaque(self, n: fx.Node, inputs: Any) -> Any:
+        """One node that stands for all outputs of ``n``; shapes come from Dynamo's own example values."""
+        leaves, spec = pytree.tree_flatten(n.meta.get("example_value"))
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        key = self.builder.new_key(tensors)
+        out = iter(OPAQUE([t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)], key))
+        return pytree.tree_unflatten([next(out) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+
+
+class _Builder:
+    def __init__(self, gm: fx.GraphModule, need: set[fx.Node] | None = None):
+        self.gm, self.view = gm, AtenView()
+        self.need = need
+        self.autocast: list[Any] = []
+        self.grad_enabled = torch.is_grad_enabled()
+        self.keys: list[int] = []
+        self.attr_values: dict[int, Any] = {}
+        self.tracer: Any = None
+        self.aten_graph: fx.Graph = None  # type: ignore[assignment]
+
+    # -- books
+    def new_key(self, tensors: list[torch.Tensor]) -> int:
+        key = max(_opaque_outputs, default=0) + 1
+        _opaque_outputs[key] = tensors
+        self.keys.append(key)
+        return key
+
+    def aten_of(self, t: torch.Tensor) -> fx.Node | None:
+        if isinstance(t, FunctionalTensor):
+            torch._sync(t)
+            t = torch._from_functional_tensor(t.elem)
+        slot = get_proxy_slot(t, self.tracer, None)
+        return slot.proxy.node if slot is not None else None
+
+    def leaves(self, result: Any) -> dict[int, fx.Node | None]:
+        return {i: self.aten_of(t) for i, t in enumerate(pytree.tree_leaves(result)) if isinstance(t, torch.Tensor)}
+
+    def record(self, holder: Holder, result: Any) -> None:
+        v = self.view
+        leaves = self.leaves(result)
+        v._history[holder] = [(v.clock, leaves)]
+        if not leaves:
+            return
+        v._live[holder] = result
+        for i, node in leaves.items():
+            if node is not None:
+                v._holders.setdefault(node, []).append((holder, i))
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, FunctionalTensor):
+                v._storages.setdefault(_storage_key(t), set()).add(holder)
+
+    def reread(self, n: fx.Node, written: list[Any]) -> None:
+        """After an in-place node: whoever shares storage with one of its inputs may hold another ATen value now."""
+        v = self.view
+        touched: set[Holder] = set()
+        for t in written:
+            if isinstance(t, FunctionalTensor):
+                touched |= v._storages.get(_storage_key(t), set())
+        for holder in touched:
+            now = self.leaves(v._live[holder])
+            if now != v._history[holder][-1][1]:
+                v._history[holder].append((v.clock, now))
+                for i, node in now.items():
+                    if node is not None:
+                        v._holders.setdefault(node, []).append((holder, i))
+
+    def attribute(self, interp: _Interpreter, n: fx.Node) -> Any:
+        value = interp.fetch_attr(n.target)  # type: ignore[arg-type]
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        return self.attr_values.get(id(value), value)
+
+    # -- run
+    def build(self) -> AtenView:
+        view = self.view
+        placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        inputs = [_example(n) for n in placeholders]
+        view.fake_mode = mode = _fake_mode(self.gm)
+        attributes = _tensor_attributes(self.gm)
+
+        def run(*xs: Any) -> Any:
+            proxy_mode = get_proxy_mode()
+            assert proxy_mode is not None
+            self.tracer, self.aten_graph = proxy_mode.tracer, proxy_mode.tracer.graph
+            with FunctionalTensorMode(_allow_token_discovery=True):
+                ys = [FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x for x in xs]
+                self.attr_values = dict(zip((id(a) for a in attributes), ys[len(inputs) :], strict=True))
+                with _Leaves():
+                    out = _Interpreter(self.gm, self, ()).run(*ys[: len(inputs)])
+                outs = [_plain(t) for t in pytree.tree_leaves(out) if isinstance(t, (torch.Tensor, torch.SymInt))]
+                mutated = [
+                    _plain(y)
+                    for y in ys
+                    if isinstance(y, FunctionalTensor) and torch._functionalize_has_data_mutation(y.elem)
+                ]
+                return outs + mutated
+
+        start = time.perf_counter()
+        try:
+            with _isolated(mode), mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+                fakes = [mode.from_tensor(a, static_shapes=True) if mode is not None else a for a in attributes]
+                view.module = make_fx(
+                    run,
+                    decomposition_table=_decompositions(),
+                    tracing_mode="real",
+                    _disable_torch_fn_metadata_mode=True,
+                )(*inputs, *fakes)
+        finally:
+            for token in reversed(self.autocast):
+                torch.amp.autocast_mode._exit_autocast(token)
+            for k in self.keys:
+                _opaque_outputs.pop(k, None)
+        view.graph = view.module.graph
+        view._live.clear()
+        view._storages.clear()
+        view.seconds = time.perf_counter() - start
+        return view
+
+
+def _storage_key(t: FunctionalTensor) -> int:
+    return t.elem.untyped_storage()._cdata
+
+
+def _plain(t: Any) -> Any:
+    if isinstance(t, FunctionalTensor):
+        torch._sync(t)
+        return torch._from_functional_tensor(t.elem)
+    return t
+
+
+def _example(n: fx.Node) -> Any:
+    v = n.meta.get("example_value", n.meta.get("val"))
+    if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor):
+        raise ViewError(f"input {n.name} is a {type(v).__name__}, not a plain tensor", n)
+    return v
+
+
+def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode | None:
+    for n in gm.graph.nodes:
+        for t in pytree.tree_leaves(n.meta.get("example_value", n.meta.get("val"))):
+            if isinstance(t, FakeTensor):
+                return t.fake_mode
+    return None
+
+
+def _tensor_attributes(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """Real tensors that get_attr nodes of the graph and its bodies name (constants that Dynamo lifted)."""
+    found: dict[int, torch.Tensor] = {}
+    for m in gm.modules():
+        if not isinstance(m, fx.GraphModule):
+            continue
+        for n in m.graph.nodes:
+            if n.op == "get_attr":
+                value: Any = m
+                for part in str(n.target).split("."):
+                    value = getattr(value, part, None)
+                if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                    found[id(value)] = value
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _isolated(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Everything that building the view could disturb is put back: guards, unbacked symbols, autocast cache, grad mode."""
+    grad = torch.is_grad_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    with contextlib.ExitStack() as stack:
+        env = mode.shape_env if mode is not None else None
+        if env is not None:
+            stack.enter_context(env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(env.suppress_guards())
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cache)
+            torch._C._set_grad_enabled(grad)
+
+
+def build(gm: fx.GraphModule, need: set[fx.Node] | None = None) -> AtenView:
+    """The functional ATen view of ``gm``.
+
+    Args:
+        gm: a Dynamo graph whose nodes carry ``example_value``.
+        need: top-graph nodes to interpret; the others are skipped (their values are absent from the view). None for all.
+
+    Raises:
+        ViewError: anything that could not be interpreted; the caller leaves the graph as it is.
+    """
+    return _Builder(gm, need).build()

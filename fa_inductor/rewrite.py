@@ -1,0 +1,348 @@
+"""Puts the fused op into the Dynamo graph where a match was proven."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
+
+from fa_inductor import ops
+from fa_inductor.aten_view import AtenView, is_inplace
+from fa_inductor.patterns import AttentionMatch
+from fa_inductor.patterns.operands import Axes, Operand
+from fa_inductor.spec import AttentionSpec
+
+
+class RewriteError(Exception):
+    """The match holds but its nodes could not be built here; the graph is left as it was."""
+
+
+class Emitter:
+    """Builds Dynamo nodes before ``anchor`` for values of the view; computes their example values as it goes."""
+
+    def __init__(self, view: AtenView, match: AttentionMatch, anchor: fx.Node):
+        self.view, self.match, self.anchor, self.graph = view, match, anchor, anchor.graph
+        self.made: list[fx.Node] = []
+        self.override: dict[fx.Node, fx.Node] = {}
+        self._memo: dict[fx.Node, Any] = {}
+        self.grad = view.origin[match.pv].grad_enabled
+        self.device = match.pv.meta["val"].device
+
+    # -- nodes
+    def call(self, fn: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(fn, args, kwargs)
+        self.made.append(node)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
+        example = lambda n: n.meta["example_value"]  # noqa: E731
+        mode = self.view.fake_mode or contextlib.nullcontext()
+        env = getattr(self.view.fake_mode, "shape_env", None)
+        quiet = env.suppress_guards() if env is not None else contextlib.nullcontext()
+        with mode, quiet, torch.set_grad_enabled(self.grad):
+            node.meta["example_value"] = fn(*fx.map_arg(args, example), **fx.map_arg(kwargs, example))
+        return node
+
+    def undo(self) -> None:
+        for n in reversed(self.made):
+            self.graph.erase_node(n)
+        self.made.clear()
+
+    # -- values
+    def value(self, node: fx.Node) -> Any:
+        """The Dynamo node that holds ATen value ``node`` here, computed anew where nobody holds it."""
+        if node in self.override:
+            return self.override[node]
+        if node not in self._memo:
+            self._memo[node] = self._value(node)
+        return self._memo[node]
+
+    def _value(self, node: fx.Node) -> Any:
+        v = node.meta.get("val")
+        if isinstance(v, torch.SymInt):
+            return self.size(v.node.expr)
+        if isinstance(v, torch.SymFloat):
+            return self._run_time_float(v)
+        held = self.match.place.holder(node)
+        if held is not None:
+            example = held.node.meta.get("example_value")
+            if isinstance(example, torch.Tensor):
+                return held.node
+            if isinstance(example, (tuple, list)) and isinstance(example[held.leaf], torch.Tensor):
+                return self.call(operator.getitem, held.node, held.leaf)
+            raise RewriteError(f"{held.node.name} holds its tensors in a structure that is not a plain tuple")
+        if node.op != "call_function":
+            raise RewriteError(f"{node.name} cannot be computed here")
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)  # type: ignore[misc]
+        return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _run_time_float(self, v: torch.SymFloat) -> fx.Node:
+        """The 0-d tensor that a run-time float was read from."""
+        for n in self.graph.nodes:
+            if n is self.anchor:
+                break
+            example = n.meta.get("example_value")
+            if isinstance(example, torch.SymFloat) and example.node.expr == v.node.expr:
+                if n.target == "item":
+                    return n.args[0]
+                return self.call(torch.ops.aten.scalar_tensor.default, n, dtype=torch.float64, device=self.device)
+        raise RewriteError(f"run-time float {v} has no tensor in this graph")
+
+    def size(self, e: sympy.Expr) -> Any:
+        """A size as an int or as a node of the graph."""
+        if e.is_Integer:
+            return int(e)
+        for n in self.graph.nodes:
+            if n is self.anchor:
+                break
+            example = n.meta.get("example_value")
+            if isinstance(example, torch.SymInt) and example.node.expr == e:
+                return n
+        for n in self.graph.nodes:
+            if n is self.anchor:
+                break
+            example = n.meta.get("example_value")
+            if isinstance(example, torch.Tensor) and type(example).__name__ == "FakeTensor" and not is_inplace(n):
+                for d, s in enumerate(example.shape):
+                    if isinstance(s, torch.SymInt) and s.node.expr == e:
+                        return self.call(torch.ops.aten.sym_size.int, n, d)
+        if e.is_Add or e.is_Mul:
+            fn = operator.add if e.is_Add else operator.mul
+            out = self.size(e.args[0])
+            for a in e.args[1:]:
+                out = self._integer(fn, out, self.size(a))
+            return out
+        if isinstance(e, FloorDiv):
+            return self._integer(operator.floordiv, self.size(e.args[0]), self.size(e.args[1]))
+        raise RewriteError(f"size {e} is not at hand")
+
+    def _integer(self, fn: Callable, a: Any, b: Any) -> Any:
+        return fn(a, b) if isinstance(a, int) and isinstance(b, int) else self.call(fn, a, b)
+
+    # -- layout
+    def extent(self, axes: Axes) -> Any:
+        return self.size(self.match.extent(axes))
+
+    def rearrange(self, x: fx.Node, have: Sequence[Axes], want: Sequence[Axes]) -> fx.Node:
+        """``x``, whose dimensions merge the axes ``have``, with dimensions ``want``; axes it lacks are expanded."""
+        runs = [_run_of(d, want) for d in have]
+        if any(r is None for r in runs):  # a dimension that is no run of one wanted dimension comes apart
+            sizes: list[Any] = []
+            for d, r in zip(have, runs, strict=True):
+                sizes.extend([self.extent((a,)) for a in d] if r is None else [self.extent(d)])
+            have = [p for d, r in zip(have, runs, strict=True) for p in ([(a,) for a in d] if r is None else [d])]
+            x = self.call(torch.reshape, x, sizes)
+        atoms = [d for d in have if d]
+        for i in range(len(have) - 1, -1, -1):
+            if not have[i]:
+                x = self.call(torch.select, x, i, 0)
+        target = [a for d in want for a in d]
+        order = sorted(range(len(atoms)), key=lambda i: target.index(atoms[i][0]))
+        if order != list(range(len(atoms))):
+            x = self.call(torch.permute, x, order)
+        atoms = [atoms[i] for i in order]
+        x, atoms = self._spread(x, atoms, want)
+        return self._merge(x, atoms, want)
+
+    def _spread(self, x: fx.Node, atoms: list[Axes], want: Sequence[Axes]) -> tuple[fx.Node, list[Axes]]:
+        have = {a for d in atoms for a in d}
+        missing = [a for d in want for a in d if a not in have]
+        if not missing:
+            return x, atoms
+        target = [a for d in want for a in d]
+        for a in missing:
+            at = sum(1 for d in atoms if target.index(d[0]) < target.index(a))
+            x = self.call(torch.unsqueeze, x, at)
+            atoms = [*atoms[:at], (a,), *atoms[at:]]
+        sizes = [self.extent(d) if d[0] in missing else -1 for d in atoms]
+        return self.call(torch.Tensor.expand, x, sizes), atoms
+
+    def _merge(self, x: fx.Node, atoms: list[Axes], want: Sequence[Axes]) -> fx.Node:
+        position = 0
+        for axes in want:
+            count, covered = 0, 0
+            while covered < len(axes):
+                covered += len(atoms[position + count])
+                count += 1
+            if count == 0:
+                x = self.call(torch.unsqueeze, x, position)
+                atoms = [*atoms[:position], (), *atoms[position:]]
+            elif count > 1:
+                x = self.call(torch.flatten, x, position, position + count - 1)
+                atoms = [*atoms[:position], axes, *atoms[position + count :]]
+            position += 1
+        return x
+
+    def operand(self, o: Operand, want: Sequence[Axes], dtype: torch.dtype) -> fx.Node:
+        x = self.value(o.node)
+        if x.meta["example_value"].dtype != o.dtype and o.dtype != dtype:
+            x = self.call(torch.Tensor.to, x, o.dtype)  # the rounding that the user's cast does
+        if x.meta["example_value"].dtype != dtype:
+            x = self.call(torch.Tensor.to, x, dtype)
+        return self.rearrange(x, o.dims, want)
+
+
+def _run_of(axes: Axes, want: Sequence[Axes]) -> Axes | None:
+    """``axes`` when they are consecutive in one wanted dimension."""
+    if not axes:
+        return axes
+    for d in want:
+        if axes[0] in d:
+            at = d.index(axes[0])
+            return axes if d[at : at + len(axes)] == axes else None
+    return None
+
+
+def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
+    """Rewrite one site with the op run by ``kernel``; returns the spec the op carries.
+
+    Raises:
+        RewriteError: nodes could not be built; the graph is unchanged.
+    """
+    origin = view.origin[match.pv]
+    anchor = match.holder.node if match.holder is not None else origin.node
+    emitter = Emitter(view, match, anchor)
+    try:
+        spec, result = _emit_op(emitter, match, kernel)
+        replacements = _replacements(view, emitter, match, result, anchor)
+    except Exception as e:
+        emitter.undo()
+        raise e if isinstance(e, RewriteError) else RewriteError(f"{type(e).__name__}: {e}") from e
+    for old, new in replacements:
+        old.replace_all_uses_with(new)
+    _erase(view, match, anchor)
+    return spec
+
+
+def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[AttentionSpec, fx.Node]:
+    g = match.groups
+    q = em.operand(match.q, (g["batch"], g["heads"], g["query"], g["qk"]), match.dtype)
+    k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
+    v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
+    captures = [em.value(c) for c in match.captures]
+    sizes = [em.size(s) for s in match.sizes]
+    spec = match.spec
+    if match.dropout_p:
+        captures.append(em.call(ops.dropout_seed, q))
+        spec = AttentionSpec(spec.score, spec.sinks, match.dropout_p, len(captures) - 1, spec.dead_rows, spec.layout)
+    layout = _layout(match)
+    if layout != spec.layout:
+        spec = AttentionSpec(spec.score, spec.sinks, spec.dropout_p, spec.seed_slot, spec.dead_rows, layout)
+    op = em.call(ops.flash_attention, q, k, v, captures, sizes, spec.program, kernel)
+    out = em.call(operator.getitem, op, 0)
+    return spec, _shape_output(em, match, out)
+
+
+def _shape_output(em: Emitter, match: AttentionMatch, out: fx.Node) -> fx.Node:
+    """The op's output with the dimensions, dtype and strides of the value it replaces."""
+    g = match.groups
+    out = em.rearrange(out, (g["batch"], g["heads"], g["query"], g["v"]), match.output_dims)
+    want = match.output.meta["val"]
+    if want.dtype != match.dtype:
+        out = em.call(torch.Tensor.to, out, want.dtype)
+    if match.holder is not None and _layout(match) == "bhmd" and not _same_strides(out.meta["example_value"], want):
+        out = _restride(em, out, want)
+    return out
+
+
+def _restride(em: Emitter, out: fx.Node, want: torch.Tensor) -> fx.Node:
+    """A copy of ``out`` in the memory order of ``want``: code behind the site may rely on it, as ``view`` does."""
+    hints = [int(_hint(s)) for s in want.stride()]
+    order = sorted(range(want.dim()), key=lambda d: (-hints[d], -int(_hint(want.shape[d]))))
+    out = em.call(torch.permute, out, order)
+    out = em.call(torch.Tensor.contiguous, out)
+    out = em.call(torch.permute, out, [order.index(d) for d in range(want.dim())])
+    if not _same_strides(out.meta["example_value"], want):
+        raise RewriteError(f"the output's strides {tuple(want.stride())} cannot be reproduced")
+    return out
+
+
+def _hint(n: Any) -> int:
+    """A number to sort strides by; the result is compared symbolically afterwards."""
+    if isinstance(n, torch.SymInt):
+        e = n.node.expr
+        return int(e.subs({s: 7919 for s in e.free_symbols}))
+    return int(n)
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(_text(n) == "1" or _text(x) == _text(y) for n, x, y in pairs)
+
+
+def _text(n: Any) -> str:
+    return str(n.node.expr) if isinstance(n, torch.SymInt) else str(n)
+
+
+def _layout(match: AttentionMatch) -> str:
+    """[B, M, H, D] storage when every use swaps heads and queries and then copies or reshapes: that copy becomes free."""
+    if match.holder is None or len(match.output_dims) != 4 or match.output_dims[2] != match.groups["query"]:
+        return "bhmd"
+    node = match.holder.node
+    if not isinstance(node.meta.get("example_value"), torch.Tensor) or not node.users:
+        return "bhmd"
+    for u in node.users:
+        swaps = u.target in ("transpose", torch.transpose, "swapaxes") and sorted(x % 4 for x in u.args[1:3]) == [1, 2]
+        order = u.args[1] if len(u.args) == 2 else u.args[1:]
+        swaps = swaps or (u.target in ("permute", torch.permute) and list(order) in ([0, 2, 1, 3], (0, 2, 1, 3)))
+        if not swaps or not all(c.target in ("contiguous", "reshape", torch.reshape, "flatten") for c in u.users):
+            return "bhmd"
+    return "bmhd"
+
+
+def _replacements(view: AtenView, em: Emitter, match: AttentionMatch, result: fx.Node, anchor: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(old node, new node) pairs. A site inside one composite node is replaced by the composite's own ATen nodes."""
+    path = match.place.path
+    if match.holder is not None:
+        return _leaf_replacements(anchor, {match.holder.leaf: result})
+    em.override[match.output] = result
+    leaves = view.results((path, anchor))
+    below = _descendants(match.output)
+    new = {i: em.value(a) for i, a in leaves.items() if a is not None and (a in below or a is match.output)}
+    if not new:
+        raise RewriteError(f"nothing that {anchor.name} returns depends on its attention")
+    return _leaf_replacements(anchor, new)
+
+
+def _leaf_replacements(node: fx.Node, new: dict[int, fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    example = node.meta.get("example_value")
+    if isinstance(example, torch.Tensor):
+        return [(node, new[0])]
+    tensors = [i for i, t in enumerate(example) if isinstance(t, torch.Tensor)] if isinstance(example, (tuple, list)) else []
+    if len(pytree.tree_leaves(example)) != len(example or ()) or not set(new) <= set(tensors):
+        raise RewriteError(f"{node.name} returns a structure that is not a plain tuple")
+    pairs = []
+    for u in list(node.users):
+        if u.target is not operator.getitem:
+            raise RewriteError(f"{node.name} is used whole by {u.name}")
+        if u.args[1] in new:
+            pairs.append((u, new[u.args[1]]))
+    return pairs
+
+
+def _descendants(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        for u in todo.pop().users:
+            if u not in found:
+                found.add(u)
+                todo.append(u)
+    return found
+
+
+def _erase(view: AtenView, match: AttentionMatch, anchor: fx.Node) -> None:
+    """Remove what only the site used. In-place nodes stay: they may write into what others read."""
+    path = match.place.path
+    region = {view.origin[n].node for n in match.region if n in view.origin and view.origin[n].path == path} | {anchor}
+    for n in reversed(list(anchor.graph.nodes)):
+        if n in region and not n.users and not is_inplace(n) and n.op in ("call_function", "call_method"):
+            anchor.graph.erase_node(n)

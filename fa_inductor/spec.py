@@ -1,0 +1,115 @@
+"""What one fused attention computes: :class:`AttentionSpec`, its program text, and why a region was not one."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from fa_inductor.errors import ProgramError
+from fa_inductor.expr import FLOAT, KV_IDX, SCORE, Expr, Load, from_ast, to_text
+
+#: What a query row yields whose every logit is -inf: NaN (softmax of nothing, as hand-written code gives) or 0 (SDPA's rule).
+DEAD_ROWS = ("nan", "zero")
+
+#: Memory order of the op's output: [B, H, M, D] contiguous, or the same values stored as [B, M, H, D].
+LAYOUTS = ("bhmd", "bmhd")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """``out[b,h,m] = sum_n dropout(softmax_n(score_expr(q[b,h,m] . k[b,h//g,n]; b, h, m, n))) v[b,h//g,n]``.
+
+    Attributes:
+        score: the logit at (b, h, q_idx, kv_idx) as an expression of ``score``, the raw dot product in float32.
+        sinks: extra logits that take part in the softmax's normalisation and are then dropped; each a float expression of
+            (b, h, q_idx) without ``score`` or ``kv_idx``.
+        dropout_p: probability of zeroing a softmax weight; kept weights are divided by ``1 - dropout_p``. 0 for none.
+        seed_slot: slot of the int64 tensor of two elements (seed, offset) that drives dropout's Philox stream; -1 without.
+        dead_rows: what a row without any finite logit yields, one of :data:`DEAD_ROWS`.
+        layout: memory order of the output, one of :data:`LAYOUTS`.
+    """
+
+    score: Expr = SCORE
+    sinks: tuple[Expr, ...] = ()
+    dropout_p: float = 0.0
+    seed_slot: int = -1
+    dead_rows: str = "nan"
+    layout: str = "bhmd"
+
+    def __post_init__(self) -> None:
+        if self.score.kind != FLOAT or not self.score.depends_on(SCORE):
+            raise ProgramError(f"the logit must be a float expression of score, got {self.score}")
+        for s in self.sinks:
+            if s.kind != FLOAT or s.depends_on(SCORE, KV_IDX):
+                raise ProgramError(f"a sink must be a float expression without score and kv_idx, got {s}")
+        if not 0.0 <= self.dropout_p < 1.0 or (self.dropout_p > 0) != (self.seed_slot >= 0):
+            raise ProgramError(f"dropout_p {self.dropout_p} with seed_slot {self.seed_slot}: need 0 <= p < 1, a slot iff p > 0")
+        if self.dead_rows not in DEAD_ROWS or self.layout not in LAYOUTS:
+            raise ProgramError(f"dead_rows {self.dead_rows!r} or layout {self.layout!r} unknown")
+
+    @property
+    def program(self) -> str:
+        """The stable text that the op carries; :meth:`parse` is its inverse."""
+        parts = [f"score={to_text(self.score)}"]
+        if self.sinks:
+            parts.append(f"sinks=[{', '.join(to_text(s) for s in self.sinks)}]")
+        if self.dropout_p:
+            parts.append(f"dropout=({self.dropout_p!r}, {self.seed_slot})")
+        if self.dead_rows != "nan":
+            parts.append(f"dead_rows={self.dead_rows!r}")
+        if self.layout != "bhmd":
+            parts.append(f"layout={self.layout!r}")
+        return f"attention({', '.join(parts)})"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> AttentionSpec:
+        """The spec whose program is ``text``; raises :class:`ProgramError`."""
+        try:
+            tree = ast.parse(text, mode="eval").body
+        except SyntaxError as e:
+            raise ProgramError(f"cannot parse program {text[:200]!r}: {e}") from e
+        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "attention" and not tree.args):
+            raise ProgramError(f"a program has the form attention(score=..., ...), got {text[:200]!r}")
+        kw: dict = {}
+        for k in tree.keywords:
+            if k.arg == "score":
+                kw["score"] = from_ast(k.value)
+            elif k.arg == "sinks" and isinstance(k.value, ast.List):
+                kw["sinks"] = tuple(from_ast(e) for e in k.value.elts)
+            elif k.arg == "dropout":
+                kw["dropout_p"], kw["seed_slot"] = ast.literal_eval(k.value)
+            elif k.arg in ("dead_rows", "layout"):
+                kw[k.arg] = ast.literal_eval(k.value)
+            else:
+                raise ProgramError(f"unknown field {k.arg!r} in program {text[:200]!r}")
+        return AttentionSpec(**kw)
+
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        return (self.score, *self.sinks)
+
+    def loads(self) -> list[Load]:
+        """Every distinct captured load, by slot."""
+        found = {n for e in self.expressions for n in e.walk() if isinstance(n, Load)}
+        return sorted(found, key=lambda n: (n.slot, str(n)))
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a region that looks like attention was left alone.
+
+    Attributes:
+        reason: what was seen and what was expected, in one line.
+        node: name of the graph node at fault.
+        source: the user's source line (``file:line: code``) when the graph carries it.
+        path: sub-graph path of the node, empty for the top graph.
+        notes: how far the match got (near misses).
+    """
+
+    reason: str
+    node: str = ""
+    source: str = ""
+    path: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,5 @@
+"""Recognition of attention in the ATen view: a softmax anchor becomes an :class:`AttentionMatch` or a Rejection with its reason."""
+
+from fa_inductor.patterns.match import AttentionMatch, recognise
+
+__all__ = ["AttentionMatch", "recognise"]

@@ -1,0 +1,91 @@
+"""Operands beside the scores: computed in the kernel from indices, loaded from small tensors, or captured whole.
+
+A mask that follows from positions alone costs nothing in a kernel; a bias of a few numbers is loaded; what depends on both
+the query and the key through data is captured as the tensor that the user's code already has.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import fx
+
+from fa_inductor.expr import Call, Expr
+from fa_inductor.patterns.provenance import Place
+from fa_inductor.patterns.prover import Prover
+from fa_inductor.patterns.pull import Puller, op_name
+from fa_inductor.patterns.terms import Elem, Index, Unsupported, dtype, kind_of, value_of
+
+# A kernel evaluates the expression once per score. These bounds keep it cheap beside the two products of a tile; an expression
+# beyond them is left to the code that computes it today, once, and its result is captured.
+_MAX_CALLS, _MAX_LOADS, _MAX_CALLS_WITH_GRAD = 48, 6, 6
+
+_SPLITTABLE = {
+    "add", "sub", "mul", "div", "where", "bitwise_and", "logical_and", "bitwise_or", "logical_or", "minimum", "maximum",
+    "masked_fill",
+}  # fmt: skip
+
+
+def calls_in(e: Expr) -> int:
+    return sum(isinstance(x, Call) for x in e.walk())
+
+
+def elems(e: Expr) -> list[Elem]:
+    return [x for x in e.walk() if isinstance(x, Elem)]
+
+
+class SideOperands:
+    """Evaluates operands that do not depend on the scores."""
+
+    def __init__(self, prover: Prover, place: Place, query: frozenset[sympy.Symbol], key: sympy.Symbol | None):
+        self.prover, self.place, self.query, self.key = prover, place, query, key
+
+    def dense(self, e: Elem) -> bool:
+        """Whether the element varies with both the query and the key position."""
+        symbols = {s for i in e.index for s in i.free_symbols}
+        return self.key in symbols and bool(symbols & self.query)
+
+    def __call__(self, node: fx.Node, index: Index) -> Expr:
+        whole = Elem(node, index, kind_of(dtype(node)))
+        deep = self._deep(node, index, whole)
+        if deep is not None:
+            return deep
+        split = self._split(node, index, whole)
+        if split is not None:
+            return split
+        if not self.place.emittable(node):
+            raise Unsupported(f"{node.name} cannot be had where the fused op would go", node)
+        return whole
+
+    def _deep(self, node: fx.Node, index: Index, whole: Elem) -> Expr | None:
+        puller = Puller(self.prover)
+        try:
+            e = puller.element(node, index)
+        except Unsupported:
+            return None
+        if e == whole and not self.place.emittable(node):
+            return None
+        return e if self._acceptable(e, whole) and self.place.gradient_barrier(puller.visited) is None else None
+
+    def _acceptable(self, e: Expr, whole: Elem) -> bool:
+        leaves = elems(e)
+        dense = [x for x in leaves if self.dense(x)]
+        if len({x.node for x in leaves}) > _MAX_LOADS or calls_in(e) > _MAX_CALLS:
+            return False
+        if len(dense) > (1 if self.dense(whole) else 0):
+            return False
+        if not all(isinstance(value_of(x.node), torch.SymFloat) or self.place.emittable(x.node) for x in leaves):
+            return False
+        trained = any(isinstance(value_of(x.node), torch.Tensor) and self.place.requires_grad(x.node) for x in leaves)
+        return not trained or calls_in(e) <= _MAX_CALLS_WITH_GRAD
+
+    def _split(self, node: fx.Node, index: Index, whole: Elem) -> Expr | None:
+        """``op(a, b)`` with each operand evaluated on its own, when that captures no more dense data than the whole would."""
+        if op_name(node) not in _SPLITTABLE or self.place.gradient_barrier([node]) is not None:
+            return None
+        puller = Puller(self.prover, lambda n, i: None if n is node else self(n, i))
+        try:
+            e = puller.element(node, index)
+        except Unsupported:
+            return None
+        return e if self._acceptable(e, whole) else None

@@ -1,0 +1,640 @@
+"""One attention site, from its softmax to an :class:`AttentionMatch` or a :class:`~fa_inductor.spec.Rejection`.
+
+The walk starts at the value that will be replaced (the product with V, or the quotient of a deferred division). Its dimensions
+are the site's axes. Pulling one element of it through the graph gives the index of every operand in these axes, and from
+them the roles: the key axis is what the product with V sums over, query axes are those of the rows of the score matrix, and
+the rest are batch, key-value heads and query groups, by what K and V vary with.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from fa_inductor.aten_view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue
+from fa_inductor.expr import BOOL, FLOAT, SCORE, Call, Const, Expr, call, substitute
+from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement, total_index
+from fa_inductor.patterns.captures import SideOperands
+from fa_inductor.patterns.finish import Finisher
+from fa_inductor.patterns.index_map import aten, broadcast
+from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_points
+from fa_inductor.patterns.provenance import Place
+from fa_inductor.patterns.prover import Prover
+from fa_inductor.patterns.pull import Puller, op_name
+from fa_inductor.patterns.terms import Dropped, Elem, Index, Lin, RowValue, Unsupported, dtype, shape, value_of
+from fa_inductor.spec import AttentionSpec, Rejection
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MAX_SINKS = 8
+
+
+@dataclass
+class AttentionMatch:
+    """A proven site: ``output`` equals the fused op on q, k, v and the captures under ``spec``.
+
+    ``groups`` lists the axes merged into the op's dimensions: batch, query heads, kv heads, query, key, qk features, v
+    features. ``output_dims`` lists the axes merged in each dimension of ``output``.
+    """
+
+    spec: AttentionSpec
+    q: Operand
+    k: Operand
+    v: Operand
+    captures: tuple[fx.Node, ...]
+    sizes: tuple[sympy.Symbol, ...]
+    groups: dict[str, Axes]
+    extents: Extents
+    output: fx.Node
+    output_dims: tuple[Axes, ...]
+    holder: DynamoValue | None
+    place: Place
+    anchor: fx.Node
+    pv: fx.Node
+    dtype: torch.dtype
+    dropout_p: float = 0.0
+    region: tuple[fx.Node, ...] = ()
+    sdpa: bool = False
+    notes: tuple[str, ...] = ()
+
+    def extent(self, axes: Axes) -> sympy.Expr:
+        out = sympy.Integer(1)
+        for a in axes:
+            out = out * self.extents[a]
+        return sympy.expand(out)
+
+
+class Reject(Exception):
+    """Internal: the site is not what a fused op computes, with the node at fault."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None, silent: bool = False):
+        super().__init__(reason)
+        self.reason, self.node, self.silent = reason, node, silent
+
+
+class _Split(Exception):
+    def __init__(self, axis: sympy.Symbol, inner: sympy.Expr):
+        self.axis, self.inner = axis, inner
+
+
+@dataclass
+class _Rows:
+    """A product ``lhs @ rhs`` seen from one element: operand nodes, their indices and the contraction."""
+
+    lhs: tuple[fx.Node, Index]
+    rhs: tuple[fx.Node, Index]
+
+
+@dataclass
+class _Site:
+    anchor: Softmax
+    pv: fx.Node
+    output: fx.Node
+    holder: DynamoValue | None
+    place: Place
+    splits: dict[int, list[sympy.Expr]] = field(default_factory=dict)
+
+
+def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
+    """Every attention site of the view, in graph order; what merely contains a softmax is not a site."""
+    out: list[AttentionMatch | Rejection] = []
+    live = _live(view.graph)
+    for n in view.graph.nodes:
+        if n.target is SDPA and n in live:
+            from fa_inductor.patterns.sdpa import match_sdpa
+
+            out.append(_guarded(view, n, lambda n=n: match_sdpa(view, n)))
+    for softmax in find_softmaxes(view.graph):
+        if softmax.node not in live:
+            continue
+        found = _guarded(view, softmax.node, lambda s=softmax: _match(view, s, live))
+        if found is not None:
+            out.append(found)
+    return out
+
+
+def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped-def]
+    try:
+        return attempt()
+    except Reject as r:
+        return None if r.silent else rejection(view, r.reason, r.node or node)
+    except Unsupported as u:
+        return rejection(view, u.reason, u.node or node)
+
+
+def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
+    origin = view.origin.get(node)
+    if origin is None:
+        return Rejection(reason, node.name)
+    return Rejection(reason, origin.node.name, source_line(origin.node), origin.path)
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line: code`` of the user's innermost frame of a Dynamo node, or an empty string."""
+    lines = [ln.strip() for ln in (node.meta.get("stack_trace") or "").strip().splitlines() if ln.strip()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith('File "'):
+            where = lines[i][6:].split('", line ')
+            number = where[1].split(",")[0] if len(where) == 2 else "?"
+            code = lines[i + 1] if i + 1 < len(lines) else ""
+            return f"{where[0]}:{number}: {code}"
+    return ""
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the graph's results depend on."""
+    todo = [n for n in graph.nodes if n.op == "output"]
+    live: set[fx.Node] = set()
+    while todo:
+        n = todo.pop()
+        if n not in live:
+            live.add(n)
+            todo.extend(n.all_input_nodes)
+    return live
+
+
+# ------------------------------------------------------------------------------------------------ locating the site
+def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMatch:
+    candidates = _products_above(softmax.logits)
+    pvs, others = _products_below(softmax, live)
+    if not candidates or not pvs:
+        raise Reject("no products around this softmax", silent=True)
+    if len(pvs) > 1:
+        raise Reject("the probabilities are multiplied with more than one tensor", pvs[1])
+    pv = pvs[0]
+    site = _locate(view, softmax, pv, live)
+    failures: list[Exception] = []
+    for qk in candidates:
+        try:
+            return _match_product(view, site, qk, live, others)
+        except (Reject, Unsupported) as e:
+            failures.append(e)
+    raise failures[0]
+
+
+def _products_above(logits: fx.Node, limit: int = 600) -> list[fx.Node]:
+    """Matmuls that the logits are computed from without passing another matmul, nearest first."""
+    todo, seen, hits = [logits], {logits}, []
+    while todo and limit:
+        limit -= 1
+        n = todo.pop(0)
+        if n.target in MATMULS:
+            hits.append(n)
+            continue
+        for a in n.all_input_nodes:
+            if a not in seen and a.target not in (OPAQUE, SDPA):
+                seen.add(a)
+                todo.append(a)
+    return hits
+
+
+def _products_below(softmax: Softmax, live: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(matmuls fed by the probabilities, live users on the way that are neither matmul nor elementwise)."""
+    todo, seen = [softmax.node], {softmax.node}
+    hits: list[fx.Node] = []
+    others: list[fx.Node] = []
+    limit = 200
+    while todo and limit:
+        limit -= 1
+        n = todo.pop(0)
+        for u in n.users:
+            if u in seen or u not in live:
+                continue
+            seen.add(u)
+            if u.target in MATMULS:
+                hits.append(u)
+            elif u is softmax.total:
+                continue
+            elif u.op == "output" or u.target in (OPAQUE, SDPA):
+                others.append(u)
+            else:
+                todo.append(u)
+    return hits, others
+
+
+def _locate(view: AtenView, softmax: Softmax, pv: fx.Node, live: set[fx.Node]) -> _Site:
+    """The value to replace: the first Dynamo value at or after the product with V (after the division if deferred)."""
+    origin = view.origin.get(pv)
+    if origin is None:
+        raise Reject("the product with V has no origin in the graph", pv)
+    path, node, divided = origin.path, pv, softmax.total is None
+    while True:
+        here = view.origin.get(node)
+        if here is not None and divided:
+            place = Place(view, path, here.clock)
+            for holder, leaf in view.holders(node):
+                if holder[0] == path and holder[1].op not in ("output", "placeholder"):
+                    return _Site(softmax, pv, node, DynamoValue(path, holder[1], leaf), place)
+        users = [u for u in node.users if u in live]
+        if len(users) != 1:
+            break
+        user = users[0]
+        if not divided and user.target is aten.div.Tensor and user.args[0] is node:
+            divided = True
+        elif not is_rearrangement(user) or op_name(user) in ("_to_copy", "convert_element_type"):
+            break
+        node = user
+    if not divided:
+        raise Reject("exp is never divided by its sum", softmax.node)
+    return _Site(softmax, pv, pv, None, Place(view, path, origin.clock))
+
+
+# ------------------------------------------------------------------------------------------------ analysing the site
+def _match_product(view: AtenView, site: _Site, qk: fx.Node, live: set[fx.Node], others: list[fx.Node]) -> AttentionMatch:
+    site.splits.clear()
+    for _ in range(6):
+        try:
+            return _Analysis(view, site, qk, live, others).run()
+        except _Split as s:
+            dim, part = _dim_of(s.axis)
+            parts = site.splits.setdefault(dim, [shape(site.output)[dim]])
+            outer = sympy.cancel(parts[part] / s.inner)
+            parts[part : part + 1] = [outer, s.inner]
+    raise Reject("the batch and head axes could not be separated", qk)
+
+
+def _dim_of(axis: sympy.Symbol) -> tuple[int, int]:
+    dim, _, part = axis.name[1:].partition("_")
+    return int(dim), int(part or 0)
+
+
+class _Analysis:
+    def __init__(self, view: AtenView, site: _Site, qk: fx.Node, live: set[fx.Node], others: list[fx.Node]):
+        self.view, self.site, self.qk, self.live, self.others = view, site, qk, live, others
+        self.place = site.place
+        self.extents: Extents = {}
+        self.spine = _between(qk, site.anchor.logits)
+        self.region: set[fx.Node] = set()
+
+    # -- axes
+    def _axis(self, name: str, extent: sympy.Expr) -> sympy.Expr:
+        if extent == 0:
+            raise Reject("a dimension has size 0: nothing to compute", self.site.output)
+        if extent == 1:
+            return sympy.Integer(0)
+        s = sympy.Symbol(name, integer=True, nonnegative=True)
+        self.extents[s] = extent
+        return s
+
+    def _output_index(self) -> tuple[Index, tuple[Axes, ...]]:
+        index: list[sympy.Expr] = []
+        dims: list[Axes] = []
+        for i, d in enumerate(shape(self.site.output)):
+            e, axes = sympy.Integer(0), []
+            for p, part in enumerate(self.site.splits.get(i, [d])):
+                a = self._axis(f"j{i}_{p}", part)
+                e = sympy.expand(e * part + a)
+                if a != 0:
+                    axes.append(a)
+            index.append(e)
+            dims.append(tuple(axes))
+        return tuple(index), tuple(dims)
+
+    def _prover(self) -> Prover:
+        return Prover({s: (sympy.Integer(0), d - 1) for s, d in self.extents.items()})
+
+    # -- steps
+    def run(self) -> AttentionMatch:
+        site = self.site
+        out_index, out_dims = self._output_index()
+        pv_index = self._product_element(out_index)
+        probs, value = self._weights_operand(pv_index)
+        dropout_p, at = self._probabilities(probs)
+        logits, sinks = self._logits(at)
+        q_side, k_side, query_rows = self._score_operands(logits)
+        self._check_escape()
+        return self._assemble(out_dims, pv_index, value, dropout_p, logits, sinks, q_side, k_side, query_rows)
+
+    def _product_element(self, out_index: Index) -> Index:
+        """Index of the element of the product with V that an element of the output is."""
+        site, pv = self.site, self.site.pv
+        total = site.anchor.total
+        puller = Puller(self._prover(), lambda n, i: Elem(n, i) if n is pv or n is total else None)
+        e = puller.element(site.output, out_index)
+        if total is not None:
+            if not (isinstance(e, Call) and e.fn == "div" and all(isinstance(a, Elem) for a in e.args)):
+                raise Reject("the deferred division is not product / sum", site.output)
+            self._deferred = e.args[1]
+            e = e.args[0]
+        if not (isinstance(e, Elem) and e.node is pv):
+            raise Reject("the output is more than the product with V", site.output)
+        self.region |= puller.visited | {pv}
+        return e.index
+
+    def _operands(self, product: fx.Node, at: Index, contraction: sympy.Expr) -> _Rows:
+        """The two operands of a matmul at output element ``at``."""
+        a, b = (product.args[1:3]) if op_name(product) == "baddbmm" else product.args[:2]
+        assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        batch, (row, col) = at[:-2], at[-2:]
+        return _Rows((a, (*batch, row, contraction)), (b, (*batch, contraction, col)))
+
+    def _weights_operand(self, pv_index: Index) -> tuple[Expr, tuple[fx.Node, Index]]:
+        """(expression of the softmax weight in the product with V, the other operand)."""
+        site, pv = self.site, self.site.pv
+        if op_name(pv) == "baddbmm" and (pv.kwargs.get("beta", 1) != 0 or pv.kwargs.get("alpha", 1) != 1):
+            raise Reject("the product with V adds another tensor", pv)
+        first = pv.args[1 if op_name(pv) == "baddbmm" else 0]
+        assert isinstance(first, fx.Node)
+        n = self._axis("n", shape(first)[-1])
+        self.key = n
+        rows = self._operands(pv, pv_index, n)
+        below = _between(site.anchor.node, pv)
+        sides = [(rows.lhs, rows.rhs), (rows.rhs, rows.lhs)]
+        hit = [(p, v) for p, v in sides if p[0] in below or p[0] is site.anchor.node]
+        if len(hit) != 1:
+            raise Reject("both operands of the product with V depend on the probabilities", pv)
+        (node, index), value = hit[0]
+        puller = Puller(self._prover(), lambda x, i: Elem(x, i) if x is site.anchor.node else None)
+        e = puller.element(node, index)
+        self.region |= puller.visited | {site.anchor.node}
+        return e, value
+
+    def _probabilities(self, e: Expr) -> tuple[float, Index]:
+        """(dropout probability, index into the softmax) of the weight; anything else after the softmax is refused."""
+        p = 0.0
+        if isinstance(e, Dropped):
+            p, e = e.p, e.inner
+        if not (isinstance(e, Elem) and e.node is self.site.anchor.node):
+            raise Reject("the probabilities are changed between the softmax and the product with V", self._changer(e))
+        return p, e.index
+
+    def _changer(self, e: Expr) -> fx.Node:
+        """The node after the softmax that the user will recognise."""
+        for n in self.site.anchor.node.users:
+            if n in self.live and not is_rearrangement(n):
+                return n
+        return self.site.pv
+
+    def _logits(self, at: Index) -> tuple[Expr, list[Expr]]:
+        """(expression of the logit at the key axis, expressions of logits outside of it)."""
+        anchor = self.site.anchor
+        length = shape(anchor.logits)[anchor.dim]
+        n = self.key
+        keys = self.extents[n] if n != 0 else sympy.Integer(1)
+        offset = sympy.expand(at[anchor.dim] - n)
+        others = [i for k, i in enumerate(at) if k != anchor.dim]
+        if (n != 0 and any(i.has(n) for i in others)) or not offset.is_Integer or offset < 0:
+            raise Reject("softmax is not taken over the axis that the product with V sums over", anchor.node)
+        extra = sympy.expand(length - keys)
+        if not extra.is_Integer or extra < 0 or extra > _MAX_SINKS:
+            raise Reject("softmax normalises over other keys than the product with V sums over", anchor.node)
+        if anchor.total is not None:
+            self._check_total(at)
+        self._check_rows(others)
+        prover = self._prover()
+        puller = Puller(prover, self._spine_stop(prover))
+        self._puller = puller
+        main = self._strip(puller.element(anchor.logits, at))
+        sinks = []
+        for t in (*range(int(offset)), *range(int(offset), int(extra))):
+            position = sympy.Integer(t) if t < offset else sympy.expand(keys + t)
+            where = (*at[: anchor.dim], position, *at[anchor.dim + 1 :])
+            sinks.append(self._strip(puller.element(anchor.logits, where)))
+        shifts = {self._shift(x) for x in (main, *sinks)}
+        if len(shifts) > 1:
+            raise Reject("the logits are shifted by different amounts within a row", anchor.logits)
+        self.region |= {v for v in puller.visited if v in self.spine} | {self.qk}
+        return main[0], [s[0] for s in sinks]
+
+    def _check_total(self, at: Index) -> None:
+        anchor = self.site.anchor
+        expected = total_index(anchor.total, anchor.node, at, anchor.dim)  # type: ignore[arg-type]
+        if expected is None or not isinstance(self._deferred, Elem) or self._deferred.index != expected:
+            raise Reject("the deferred division uses the sum of another row", anchor.total)
+
+    def _check_rows(self, others: list[sympy.Expr]) -> None:
+        for i in others:
+            if radix(i, self.extents) is None and not i.is_Integer:
+                raise Reject("rows of the softmax are not a plain product of the output's axes", self.site.anchor.node)
+
+    def _strip(self, e: Expr) -> tuple[Expr, frozenset]:
+        """(logit without row-wise shifts, the shifts): softmax does not change when a row is shifted as a whole."""
+        shifts: list[Expr] = []
+
+        def go(x: Expr) -> Expr:
+            if isinstance(x, Call) and x.fn in ("add", "sub"):
+                a, b = x.args
+                if isinstance(b, RowValue):
+                    shifts.append(call("neg", b) if x.fn == "sub" else b)
+                    return go(a)
+                if x.fn == "add" and isinstance(a, RowValue):
+                    shifts.append(a)
+                    return go(b)
+                return call(x.fn, go(a), b) if not isinstance(b, Call) or x.fn == "sub" else call(x.fn, go(a), go(b))
+            return x
+
+        out = go(e)
+        return out, frozenset(shifts)
+
+    @staticmethod
+    def _shift(stripped: tuple[Expr, frozenset]) -> frozenset:
+        return stripped[1]
+
+    def _spine_stop(self, prover: Prover):  # type: ignore[no-untyped-def]
+        query = frozenset(s for s in self.extents if s != self.key)
+        side = SideOperands(prover, self.place, query, self.key if self.key != 0 else None)
+        qk = self.qk
+
+        def stop(node: fx.Node, index: Index) -> Expr | None:
+            if node is qk:
+                return self._product_term(node, index, side)
+            if node not in self.spine:
+                return side(node, index)
+            name = op_name(node)
+            reduced = name in ("amax", "logsumexp", "mean") or (
+                node.target is operator.getitem and node.args[1] == 0 and op_name(node.args[0]) == "max"  # type: ignore[arg-type]
+            )
+            if reduced:
+                if self.key != 0 and any(i.has(self.key) for i in index):
+                    raise Reject("the scores are combined with a reduction over another axis than the keys", node)
+                return RowValue(node, index)
+            if node.target is DETACH:
+                e = self._puller.element(node.args[0], index)  # type: ignore[arg-type]
+                if isinstance(e, RowValue):
+                    return e
+                raise Reject("gradient is cut between the scores and the softmax (detach)", node)
+            return None
+
+        return stop
+
+    def _product_term(self, node: fx.Node, index: Index, side: SideOperands) -> Expr:
+        if op_name(node) != "baddbmm":
+            return Elem(node, index)
+        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        if not all(isinstance(x, (int, float)) for x in (beta, alpha)):
+            raise Reject("baddbmm with a run-time alpha or beta", node)
+        e: Expr = call("mul", Elem(node, index), Const(float(alpha)))  # type: ignore[arg-type]
+        added = node.args[0]
+        assert isinstance(added, fx.Node)
+        if beta != 0:  # beta = 0 ignores the input, even where it is NaN
+            e = call("add", e, call("mul", side(added, broadcast(index, shape(added))), Const(float(beta))))  # type: ignore[arg-type]
+        return e
+
+    def _score_operands(self, logits: Expr):  # type: ignore[no-untyped-def]
+        """The query and key operand of the product, told apart by the key axis."""
+        hits = {x for x in logits.walk() if isinstance(x, Elem) and x.node is self.qk}
+        unknown = [x for x in logits.walk() if isinstance(x, Elem) and x.node in self.spine and x.node is not self.qk]
+        if unknown:
+            name = op_name(unknown[0].node) or str(unknown[0].node.target)
+            raise Reject(f"{name} between the scores and the softmax is not understood", unknown[0].node)
+        if len(hits) != 1:
+            raise Reject("a logit depends on more than one entry of the product", self.qk)
+        at = next(iter(hits)).index
+        features = self.qk.args[1 if op_name(self.qk) == "baddbmm" else 0]
+        assert isinstance(features, fx.Node)
+        e = self._axis("e", shape(features)[-1])
+        self.features = e
+        rows = self._operands(self.qk, at, e)
+        batch, row, col = at[:-2], at[-2], at[-1]
+        n = self.key
+        if n == 0:
+            return rows.lhs, rows.rhs, row if col == 0 else self._ambiguous(row, col)
+        if col == n and not row.has(n) and not any(i.has(n) for i in batch):
+            return rows.lhs, rows.rhs, row
+        if row == n and not col.has(n) and not any(i.has(n) for i in batch):
+            (a, ia), (b, ib) = rows.rhs, rows.lhs
+            return (a, ia), (b, ib), col
+        raise Reject("the keys of the product are not the keys of the softmax in the same order", self.qk)
+
+    def _ambiguous(self, row: sympy.Expr, col: sympy.Expr) -> sympy.Expr:
+        if row == 0:
+            return col
+        raise Reject("with a single key the query and key operands cannot be told apart", self.qk)
+
+    def _check_escape(self) -> None:
+        """Nobody outside of the region may need the scores or the probabilities."""
+        site = self.site
+        inside = self.spine | _between(site.anchor.node, site.pv) | {self.qk, site.anchor.node, site.anchor.logits}
+        if site.anchor.node is not site.pv:
+            inside |= _between(site.anchor.logits, site.pv)
+        if site.anchor.total is not None:
+            inside |= _between(site.anchor.node, site.output) | {site.anchor.total, site.output}
+        ends = {site.pv, site.output}
+        for n in inside:
+            for u in n.users:
+                if u in self.live and u not in inside and u not in ends and n not in ends:
+                    what = "probabilities" if n is site.anchor.node or n not in self.spine else "scores"
+                    used = "returned or used elsewhere" if u.op == "output" else f"also used by {op_name(u) or u.name}"
+                    raise Reject(f"the {what} are {used}", n if u.op == "output" else u)
+
+    # -- the match
+    def _assemble(self, out_dims, pv_index, value, dropout_p, logits, sinks, q_side, k_side, query_rows):  # type: ignore[no-untyped-def]
+        site, prover, extents = self.site, self._prover(), self.extents
+        rows = radix(query_rows, extents)
+        columns = radix(pv_index[-1] if value[1][-1] == pv_index[-1] else pv_index[-2], extents)
+        if rows is None or columns is None:
+            raise Reject("rows or columns of a product are not a plain product of axes", self.qk)
+        n, e = self.key, self.features
+        batch_axes = {s for s in extents if s not in (*rows, *columns, n, e)}
+        for side in (k_side, value, q_side):
+            point = split_points(*side, prover, batch_axes, extents)
+            if point is not None:
+                raise _Split(*point)
+        keep = {s for s in (n, e) if s != 0}
+        q = choose(*q_side, prover, self.place, extents, set(rows) | (keep - {n}), scales=True)
+        k = choose(*k_side, prover, self.place, extents, keep, scales=True)
+        v = choose(*value, prover, self.place, extents, set(columns) | (keep - {e}), scales=False)
+        scale = q.scale * k.scale
+        if scale != 1.0:
+            logits, sinks = _rescale(logits, self.qk, scale), sinks
+        groups = self._roles(out_dims, rows, columns, q, k, v)
+        return build_match(self.view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, self.qk,
+                           self._region_nodes(q, k, v), site.anchor.dead_rows)  # fmt: skip
+
+    def _region_nodes(self, *operands: Operand) -> list[fx.Node]:
+        nodes = [n for n in self.region if n in self.view.origin]
+        return nodes + [p for o in operands for p in o.passed]
+
+    def _roles(self, out_dims, rows: Axes, columns: Axes, q: Operand, k: Operand, v: Operand) -> dict[str, Axes]:  # type: ignore[no-untyped-def]
+        order = [a for d in out_dims for a in d]
+        fixed = {*rows, *columns, self.key, self.features}
+        shared = [a for a in order if a not in fixed and (a in k.axes or a in v.axes)]
+        grouped = [a for a in order if a not in fixed and a not in shared and a in q.axes]
+        spread = [a for a in order if a not in fixed and a not in shared and a not in grouped]
+        query = rows[-1:]
+        bad = [a for a in rows if a in k.axes or a in v.axes]
+        if bad:
+            raise Reject("keys or values depend on the query position", self.qk)
+        batch = spread + shared
+        kv_heads: tuple = ()
+        # A lone shared axis in front is the batch: a single key-value head serves every query head of its group.
+        if shared and not (len(shared) == 1 and shared[0] == order[0] and len(out_dims) > 2):
+            kv_heads = (shared[-1],)
+            batch = [a for a in order if a in spread or (a in shared and a != shared[-1])]
+        group = [a for a in order if a in grouped or a in rows[:-1]]
+        return {
+            "batch": tuple(batch), "kv_heads": kv_heads, "heads": (*kv_heads, *group), "query": query,
+            "key": (self.key,) if self.key != 0 else (), "qk": (self.features,) if self.features != 0 else (),
+            "v": columns,
+        }  # fmt: skip
+
+
+def _rescale(e: Expr, product: fx.Node, scale: float) -> Expr:
+    hits = [x for x in e.walk() if isinstance(x, Elem) and x.node is product]
+    return substitute(e, {h: call("mul", h, Const(scale)) for h in hits})
+
+
+def _between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """Nodes on paths from ``start`` (excluded) to ``end`` (included)."""
+    up: set[fx.Node] = set()
+    todo = [end]
+    while todo:
+        n = todo.pop()
+        if n in up or n is start:
+            continue
+        up.add(n)
+        todo.extend(n.all_input_nodes)
+    down, todo = set(), [start]
+    while todo:
+        n = todo.pop()
+        for u in n.users:
+            if u in up and u not in down:
+                down.add(u)
+                todo.append(u)
+    return down
+
+
+def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, product, region, dead_rows, sdpa=False):  # type: ignore[no-untyped-def]
+    """Last checks shared by softmax sites and SDPA calls, then the match with its program."""
+    place: Place = site.place
+    op_dtype = torch.promote_types(q.dtype, v.dtype)
+    if op_dtype not in _DTYPES or q.dtype != k.dtype:
+        raise Reject(f"operands of dtypes {q.dtype}, {k.dtype}, {v.dtype}", site.pv)
+    devices = {value_of(o.node).device for o in (q, k, v)}
+    if len(devices) > 1:
+        raise Reject(f"operands on several devices: {sorted(map(str, devices))}", site.pv)
+    barrier = place.gradient_barrier(region)
+    if barrier is not None:
+        raise Reject(f"gradient does not flow through {barrier.name} as through its inputs (detach or no_grad inside)", site.pv)
+    lengths = [_extent(groups[g], extents) for g in ("query", "key")]
+    finisher = Finisher(groups["batch"], groups["heads"], *(next(iter(groups[g]), None) for g in ("query", "key")),
+                        extents, *lengths, product)  # fmt: skip
+    score = finisher.expression(logits)
+    extra = tuple(finisher.expression(s) for s in sinks)
+    if not score.depends_on(SCORE) or any(x.depends_on(SCORE) for x in extra):
+        raise Reject("the logits beside the keys depend on the scores", site.pv)
+    for c in finisher.captures:
+        if not place.emittable(c) and not isinstance(value_of(c), torch.SymFloat):
+            raise Reject(f"captured value {c.name} cannot be had where the fused op would go", c)
+        if isinstance(value_of(c), torch.Tensor) and value_of(c).device not in devices and value_of(c).dim() > 0:
+            raise Reject(f"captured value {c.name} is on another device", c)
+    spec = AttentionSpec(score=score, sinks=extra, dead_rows=dead_rows)
+    return AttentionMatch(
+        spec, q, k, v, tuple(finisher.captures), tuple(finisher.sizes), groups, extents, site.output, out_dims, site.holder,
+        place, site.anchor.node if isinstance(site.anchor, Softmax) else site.pv, site.pv, op_dtype, dropout_p,
+        tuple(region), sdpa,
+    )  # fmt: skip
+
+
+def _extent(axes: Axes, extents: Extents) -> sympy.Expr:
+    out = sympy.Integer(1)
+    for a in axes:
+        out = out * extents[a]
+    return out
+
+
+__all__ = ["AttentionMatch", "Reject", "recognise"]

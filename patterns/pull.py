@@ -1,0 +1,577 @@
+"""Symbolic evaluation of one element of an ATen value: index in, :class:`~fa_inductor.expr.Expr` out.
+
+:class:`Puller` walks from a value towards its inputs. Views only change the index, pointwise ops become calls, index
+arithmetic (arange, comparisons, tril and triu as they decompose, cumsum of constants, gathers by known positions) becomes
+integers and booleans that :class:`~fa_inductor.patterns.prover.Prover` decides. What it does not see through stays an
+:class:`~fa_inductor.patterns.terms.Elem`. A ``stop`` hook lets the caller end the walk at chosen nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, call, result_kind
+from fa_inductor.patterns.index_map import aten, broadcast, pull_view, slice_start
+from fa_inductor.patterns.prover import Prover
+from fa_inductor.patterns.terms import Dropped, Elem, Index, Lin, Unsupported, dtype, kind_of, shape, size, value_of
+
+_UNARY = {
+    "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf",
+    "relu", "reciprocal",
+}  # fmt: skip
+_BINARY = {"mul": "mul", "div": "div", "minimum": "minimum", "maximum": "maximum", "pow": "pow"}
+_COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
+_EXACT_INTEGER = {torch.float32: 2**24, torch.float64: 2**53}
+
+Stop = Callable[[fx.Node, Index], "Expr | None"]
+
+
+def op_name(node: fx.Node) -> str:
+    """``add`` for ``aten.add.Tensor``; empty for anything that is no ATen or prims call."""
+    t = node.target
+    if node.op != "call_function" or not isinstance(t, torch._ops.OpOverload) or t.namespace not in ("aten", "prims"):
+        return ""
+    return t._schema.name.split("::")[1]
+
+
+def is_float(dt: torch.dtype) -> bool:
+    return dt.is_floating_point
+
+
+def rounded(value: float, dt: torch.dtype) -> float:
+    """``value`` as the dtype holds it (finfo.min of a wide type is -inf in a narrow one)."""
+    return float(torch.tensor(value, dtype=torch.float64).to(dt)) if is_float(dt) else value
+
+
+class Puller:
+    """Evaluates elements; one instance per set of index ranges, results are memoised."""
+
+    def __init__(self, prover: Prover, stop: Stop | None = None):
+        self.prover = prover
+        self.stop = stop
+        self.visited: set[fx.Node] = set()
+        self._memo: dict[tuple[fx.Node, Index], Expr] = {}
+
+    def element(self, node: fx.Node, index: Sequence[sympy.Expr]) -> Expr:
+        """The element of ``node`` at ``index``."""
+        key = (node, tuple(index))
+        if key not in self._memo:
+            if self.stop is not None:
+                stopped = self.stop(node, key[1])
+                if stopped is not None:
+                    self._memo[key] = stopped
+                    return stopped
+            self.visited.add(node)
+            self._memo[key] = self._element(node, key[1])
+        return self._memo[key]
+
+    def leaf(self, node: fx.Node, index: Index) -> Expr:
+        return Elem(node, index, kind_of(dtype(node)))
+
+    def operand(self, arg: Any, index: Index, want: str | None = None) -> Expr:
+        """Operand of a pointwise node at the output's index, converted to kind ``want``."""
+        if isinstance(arg, fx.Node):
+            v = value_of(arg)
+            if isinstance(v, torch.Tensor):
+                e = self.element(arg, broadcast(index, shape(arg)))
+            elif isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool):
+                e = Lin(size(arg))
+            else:
+                e = Elem(arg, (), FLOAT)  # a run-time Python float
+        elif isinstance(arg, bool):
+            e = Const(arg)
+        elif isinstance(arg, int):
+            e = Lin(sympy.Integer(arg))
+        elif isinstance(arg, float):
+            e = Const(arg)
+        else:
+            raise Unsupported(f"operand {arg!r}")
+        return e if want is None else self.convert(e, want)
+
+    # ------------------------------------------------------------------ conversions and pointwise building blocks
+    def convert(self, e: Expr, kind: str) -> Expr:
+        if e.kind == kind:
+            return e
+        if kind == BOOL:
+            return self.compare("ne", e, Lin(sympy.Integer(0)) if e.kind == INT else Const(0.0))
+        if e.kind == BOOL:
+            one, zero = (Const(1.0), Const(0.0)) if kind == FLOAT else (Lin(sympy.Integer(1)), Lin(sympy.Integer(0)))
+            return self.prover.where(e, one, zero)
+        if isinstance(e, Lin) and e.value.is_number and kind == FLOAT:
+            return Const(float(e.value))
+        if isinstance(e, Const) and kind == INT:
+            v = float(e.value)
+            if not math.isfinite(v):
+                raise Unsupported("cast of a non-finite number to an integer")
+            return Lin(sympy.Integer(int(v)))
+        return self._lift(lambda x: call(f"cast_{kind}", x), e) if _settled(e) else Call(f"cast_{kind}", (e,), kind)
+
+    def _lift(self, fn: Callable[..., Expr], *args: Expr) -> Expr:
+        """``fn`` applied under the conditions of its arguments: f(where(c, a, b)) = where(c, f(a), f(b))."""
+        for i, a in enumerate(args):
+            if isinstance(a, Call) and a.fn == "where":
+                cond, x, y = a.args
+                then = [*args[:i], x, *args[i + 1 :]]
+                pin = self.prover.pinned(cond)
+                if pin is not None:
+                    then = [self.prover.substitute(t, *pin) for t in then]
+                return self.prover.where(cond, self._lift(fn, *then), self._lift(fn, *args[:i], y, *args[i + 1 :]))
+        return fn(*args)
+
+    def compare(self, fn: str, a: Expr, b: Expr) -> Expr:
+        """A comparison; integers known as expressions are decided or become atoms."""
+        if a.kind != b.kind:
+            a, b = self._common(a, b)
+        if a.kind == BOOL:
+            a, b = self.convert(a, INT), self.convert(b, INT)
+        if _settled(a) and _settled(b):
+            return self._lift(lambda x, y: self._compare(fn, x, y), a, b)
+        return self._compare(fn, a, b)
+
+    def _common(self, a: Expr, b: Expr) -> tuple[Expr, Expr]:
+        kind = FLOAT if FLOAT in (a.kind, b.kind) else INT
+        return self.convert(a, kind), self.convert(b, kind)
+
+    def _compare(self, fn: str, a: Expr, b: Expr) -> Expr:
+        a, b = _as_integer(a, b)
+        if isinstance(a, Lin) and isinstance(b, Lin):
+            return self.prover.compare(fn, a.value, b.value)
+        if isinstance(a, Call) and a.fn == "abs" and isinstance(a.args[0], Lin) and isinstance(b, Lin):
+            x, lim = a.args[0].value, b.value
+            if fn in ("le", "lt"):
+                lim = lim if fn == "le" else lim - 1
+                return self.prover.and_(self.prover.ge0(lim - x), self.prover.ge0(lim + x))
+            if fn in ("gt", "ge"):
+                return self.prover.not_(self._compare("le" if fn == "gt" else "lt", a, b))
+        return call(fn, a, b)
+
+    def arithmetic(self, fn: str, a: Expr, b: Expr, dt: torch.dtype) -> Expr:
+        """``add sub mul div minimum maximum floordiv mod pow`` in the result's dtype."""
+        kind = kind_of(dt)
+        a, b = self.convert(a, kind), self.convert(b, kind)
+        if kind == INT:
+            return self._lift(lambda x, y: self._int_arithmetic(fn, x, y), a, b)
+        if _constant(a) and _constant(b):
+            return self._lift(lambda x, y: self._float_arithmetic(fn, x, y, dt), a, b)
+        return self._float_arithmetic(fn, a, b, dt)
+
+    def _int_arithmetic(self, fn: str, a: Expr, b: Expr) -> Expr:
+        if isinstance(a, Lin) and isinstance(b, Lin):
+            x, y = a.value, b.value
+            if fn in ("add", "sub", "mul"):
+                return Lin(sympy.expand({"add": x + y, "sub": x - y, "mul": x * y}[fn]))
+            if fn in ("floordiv", "mod"):
+                if not self.prover.holds(y - 1):
+                    raise Unsupported("integer division by a value of unknown sign")
+                return Lin(self.prover.floordiv(x, y) if fn == "floordiv" else self.prover.mod(x, y))
+            if fn == "minimum":
+                return self.prover.where(self.prover.ge0(y - x), a, b)
+            if fn == "maximum":
+                return self.prover.where(self.prover.ge0(x - y), a, b)
+        if fn == "div":
+            raise Unsupported("true division of integers")
+        return call(fn, a, b)
+
+    def _float_arithmetic(self, fn: str, a: Expr, b: Expr, dt: torch.dtype) -> Expr:
+        x, y = _as_integer(a, b)
+        if isinstance(x, Lin) and isinstance(y, Lin) and fn in ("add", "sub", "mul"):
+            # floats that hold integers: exact as long as no intermediate exceeds the mantissa
+            return self._exact_float(sympy.expand({"add": x.value + y.value, "sub": x.value - y.value, "mul": x.value * y.value}[fn]), dt)
+        r = call(fn, a, b)
+        return Const(rounded(float(r.value), dt)) if isinstance(r, Const) else r
+
+    def _exact_float(self, e: sympy.Expr, dt: torch.dtype) -> Expr:
+        if e.is_number:
+            return Const(rounded(float(e), dt))
+        limit = _EXACT_INTEGER.get(dt)
+        if limit is None:
+            raise Unsupported(f"index arithmetic in {dt}")
+        if not (dt is torch.float64 or (self.prover.holds(limit - e) and self.prover.holds(limit + e))):
+            raise Unsupported(f"index arithmetic in {dt} that may not be exact")
+        return Call("cast_float", (Lin(e),), FLOAT)
+
+    # ------------------------------------------------------------------ nodes
+    def _element(self, node: fx.Node, index: Index) -> Expr:
+        if node.op in ("placeholder", "get_attr"):
+            return self._input(node, index)
+        pulled = pull_view(node, index, self.prover)
+        if pulled is not None:
+            return self.element(*pulled)
+        name = op_name(node)
+        handler = getattr(self, f"_op_{name}", None)
+        if handler is not None:
+            return handler(node, index)
+        if node.target is operator.getitem:
+            return self._getitem(node, index)
+        if name in _UNARY:
+            return self._unary(name, node, index)
+        if name in _BINARY:
+            return self._binary(name, node, index)
+        if name in _COMPARE:
+            return self.compare(name, self.operand(node.args[0], index), self.operand(node.args[1], index))
+        return self.leaf(node, index)
+
+    def _input(self, node: fx.Node, index: Index) -> Expr:
+        v = constant_value(node)
+        if v is not None and not index:
+            kind = kind_of(dtype(node))
+            return Const(bool(v)) if kind == BOOL else Lin(sympy.Integer(int(v))) if kind == INT else Const(float(v))
+        return self.leaf(node, index)
+
+    def _unary(self, name: str, node: fx.Node, index: Index) -> Expr:
+        dt = dtype(node)
+        x = self.operand(node.args[0], index, kind_of(dt))
+        if isinstance(x, Lin) and name == "neg":
+            return Lin(sympy.expand(-x.value))
+        if name == "neg" and isinstance(x, Call) and x.fn == "cast_float" and isinstance(x.args[0], Lin):
+            return Call("cast_float", (Lin(sympy.expand(-x.args[0].value)),), FLOAT)
+        if isinstance(x, Const) and x.kind == FLOAT:
+            with torch.no_grad():
+                return Const(rounded(float(getattr(torch, name)(torch.tensor(x.value, dtype=torch.float64))), dt))
+        result_kind(name, (x,))
+        return call(name, x)
+
+    def _binary(self, name: str, node: fx.Node, index: Index) -> Expr:
+        dt = dtype(node)
+        if dt is torch.bool:
+            return self._logic("and_", node, index) if name == "mul" else self.leaf(node, index)
+        mode = node.kwargs.get("rounding_mode") if name == "div" else None
+        a, b = self.operand(node.args[0], index), self.operand(node.args[1], index)
+        if mode == "floor" and not is_float(dt):
+            return self.arithmetic("floordiv", a, b, dt)
+        if mode == "trunc" and not is_float(dt) and isinstance(a, Lin) and isinstance(b, Lin) and self.prover.holds(a.value):
+            return self.arithmetic("floordiv", a, b, dt)
+        if mode is not None or (name == "pow" and not is_float(dt)):
+            return self.leaf(node, index)
+        return self.arithmetic(_BINARY[name], a, b, dt)
+
+    def _sum(self, node: fx.Node, index: Index, fn: str, swap: bool = False) -> Expr:
+        a, b = self.operand(node.args[0], index), self.operand(node.args[1], index)
+        alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
+        dt = dtype(node)
+        if swap:
+            a, b = b, a
+            if alpha != 1:
+                raise Unsupported("rsub with alpha", node)
+        if alpha != 1:
+            b = self.arithmetic("mul", b, self.operand(alpha, index), dt)
+        if dt is torch.bool:
+            return self.leaf(node, index) if fn == "sub" else self.prover.or_(self.convert(a, BOOL), self.convert(b, BOOL))
+        return self.arithmetic(fn, a, b, dt)
+
+    def _op_add(self, node: fx.Node, index: Index) -> Expr:
+        return self._sum(node, index, "add")
+
+    def _op_sub(self, node: fx.Node, index: Index) -> Expr:
+        return self._sum(node, index, "sub")
+
+    def _op_rsub(self, node: fx.Node, index: Index) -> Expr:
+        return self._sum(node, index, "sub", swap=True)
+
+    def _op_floor_divide(self, node: fx.Node, index: Index) -> Expr:
+        if is_float(dtype(node)):
+            return self.leaf(node, index)
+        return self.arithmetic("floordiv", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+
+    def _op_remainder(self, node: fx.Node, index: Index) -> Expr:
+        if is_float(dtype(node)):
+            return self.leaf(node, index)
+        return self.arithmetic("mod", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+
+    def _op_clamp(self, node: fx.Node, index: Index) -> Expr:
+        x = self.operand(node.args[0], index)
+        bounds = (*node.args[1:], None, None)[:2]
+        low, high = node.kwargs.get("min", bounds[0]), node.kwargs.get("max", bounds[1])
+        if low is not None:
+            x = self.arithmetic("maximum", x, self.operand(low, index), dtype(node))
+        if high is not None:
+            x = self.arithmetic("minimum", x, self.operand(high, index), dtype(node))
+        return x
+
+    def _op_clamp_min(self, node: fx.Node, index: Index) -> Expr:
+        return self.arithmetic("maximum", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+
+    def _op_clamp_max(self, node: fx.Node, index: Index) -> Expr:
+        return self.arithmetic("minimum", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+
+    def _logic(self, fn: str, node: fx.Node, index: Index) -> Expr:
+        if dtype(node) is not torch.bool:
+            return self.leaf(node, index)
+        args = [self.operand(a, index, BOOL) for a in node.args[:2]]
+        return self.prover.and_(*args) if fn == "and_" else self.prover.or_(*args)
+
+    def _op_bitwise_and(self, node: fx.Node, index: Index) -> Expr:
+        return self._logic("and_", node, index)
+
+    def _op_logical_and(self, node: fx.Node, index: Index) -> Expr:
+        return self._logic("and_", node, index)
+
+    def _op_bitwise_or(self, node: fx.Node, index: Index) -> Expr:
+        return self._logic("or_", node, index)
+
+    def _op_logical_or(self, node: fx.Node, index: Index) -> Expr:
+        return self._logic("or_", node, index)
+
+    def _op_bitwise_xor(self, node: fx.Node, index: Index) -> Expr:
+        if dtype(node) is not torch.bool:
+            return self.leaf(node, index)
+        a, b = (self.operand(x, index, BOOL) for x in node.args[:2])
+        return self.prover.or_(self.prover.and_(a, self.prover.not_(b)), self.prover.and_(self.prover.not_(a), b))
+
+    _op_logical_xor = _op_bitwise_xor
+
+    def _op_logical_not(self, node: fx.Node, index: Index) -> Expr:
+        if dtype(node) is not torch.bool:
+            return self.leaf(node, index)
+        return self.prover.not_(self.operand(node.args[0], index, BOOL))
+
+    _op_bitwise_not = _op_logical_not
+
+    def _op_isnan(self, node: fx.Node, index: Index) -> Expr:
+        x = self.operand(node.args[0], index, FLOAT)
+        return Const(math.isnan(float(x.value))) if isinstance(x, Const) else call("isnan", x)
+
+    def _op_where(self, node: fx.Node, index: Index) -> Expr:
+        cond = self.operand(node.args[0], index, BOOL)
+        kind, dt = kind_of(dtype(node)), dtype(node)
+        a, b = (self._narrow(self.operand(x, index, kind), dt) for x in node.args[1:3])
+        return self.prover.where(cond, a, b)
+
+    def _narrow(self, e: Expr, dt: torch.dtype) -> Expr:
+        return Const(rounded(float(e.value), dt)) if isinstance(e, Const) and e.kind == FLOAT else e
+
+    def _op__to_copy(self, node: fx.Node, index: Index) -> Expr:
+        src, dt = node.args[0], dtype(node)
+        assert isinstance(src, fx.Node)
+        e = self.element(src, index)
+        if kind_of(dt) != FLOAT or e.kind != FLOAT:
+            if kind_of(dt) == FLOAT and e.kind == INT and _settled(e):
+                return self._lift(lambda x: self._exact_float(x.value, dt) if isinstance(x, Lin) else call("cast_float", x), e)
+            return self.convert(e, kind_of(dt))
+        if _constant(e):
+            return self._lift(lambda x: self._narrow(x, dt), e)
+        if isinstance(e, Call) and e.fn == "cast_float" and isinstance(e.args[0], Lin):
+            return self._exact_float(e.args[0].value, dt)
+        return e
+
+    _op_convert_element_type = _op__to_copy
+
+    # ------------------------------------------------------------------ sources
+    def _op_iota(self, node: fx.Node, index: Index) -> Expr:
+        e = sympy.expand(size(node.kwargs["start"]) + size(node.kwargs["step"]) * index[0])
+        return Lin(e) if not is_float(dtype(node)) else self._exact_float(e, dtype(node))
+
+    def _op_arange(self, node: fx.Node, index: Index) -> Expr:
+        if is_float(dtype(node)):
+            return self.leaf(node, index)
+        args = node.args
+        start = size(args[0]) if len(args) > 1 else sympy.Integer(0)
+        step = size(args[2]) if len(args) > 2 else sympy.Integer(1)
+        return Lin(sympy.expand(start + step * index[0]))
+
+    def _fill(self, value: Any, node: fx.Node) -> Expr:
+        dt = dtype(node)
+        if isinstance(value, fx.Node):
+            v = value_of(value)
+            if isinstance(v, (torch.SymFloat, torch.Tensor)):
+                raise Unsupported("fill with a run-time value", node)
+            return self.convert(Lin(size(value)), kind_of(dt))
+        if dt is torch.bool:
+            return Const(bool(value))
+        return Const(rounded(float(value), dt)) if is_float(dt) else Lin(sympy.Integer(int(value)))
+
+    def _op_full(self, node: fx.Node, index: Index) -> Expr:
+        return self._fill(node.args[1], node)
+
+    _op_full_like = _op_full
+
+    def _op_new_full(self, node: fx.Node, index: Index) -> Expr:
+        return self._fill(node.args[2], node)
+
+    def _op_scalar_tensor(self, node: fx.Node, index: Index) -> Expr:
+        return self._fill(node.args[0], node)
+
+    def _op_fill(self, node: fx.Node, index: Index) -> Expr:
+        value = node.args[1]
+        if isinstance(value, fx.Node) and isinstance(value_of(value), torch.Tensor):
+            return self.operand(value, (), kind_of(dtype(node)))
+        return self._fill(value, node)
+
+    # ------------------------------------------------------------------ structure
+    def _op_cat(self, node: fx.Node, index: Index) -> Expr:
+        parts: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+        d = int(node.args[1] if len(node.args) > 1 else 0) % len(index)  # type: ignore[arg-type]
+        spans, offset = [], sympy.Integer(0)
+        for p in parts:
+            if len(shape(p)) != len(index):
+                continue  # legacy: an empty 1-d tensor may be concatenated with anything
+            spans.append((p, offset, shape(p)[d]))
+            offset = sympy.expand(offset + shape(p)[d])
+        result: Expr | None = None
+        for p, start, extent in reversed(spans):
+            inside = self.prover.ge0(start + extent - 1 - index[d])
+            if result is not None and inside == Const(False):
+                continue
+            at = list(index)
+            at[d] = sympy.expand(index[d] - start)
+            if result is not None:
+                # the branch holds only below its end: narrow the index so that comparisons inside fold
+                value = self._within(p, tuple(at), d, extent)
+            else:
+                value = self.element(p, at)
+            value = self.convert(value, kind_of(dtype(node)))
+            result = value if result is None else self.prover.where(inside, value, result)
+        assert result is not None
+        return result
+
+    def _within(self, p: fx.Node, at: Index, d: int, extent: sympy.Expr) -> Expr:
+        if extent == 1:
+            return self.element(p, (*at[:d], sympy.Integer(0), *at[d + 1 :]))
+        return self.element(p, at)
+
+    def _op_constant_pad_nd(self, node: fx.Node, index: Index) -> Expr:
+        src, pads = node.args[0], node.args[1]
+        assert isinstance(src, fx.Node)
+        value = node.args[2] if len(node.args) > 2 else 0
+        at, inside, dims = list(index), Const(True), shape(src)
+        cond: Expr = inside
+        for k in range(len(pads) // 2):  # type: ignore[arg-type]
+            d = len(index) - 1 - k
+            at[d] = sympy.expand(index[d] - size(pads[2 * k]))  # type: ignore[index]
+            cond = self.prover.and_(cond, self.prover.ge0(at[d]), self.prover.ge0(dims[d] - 1 - at[d]))
+        return self.prover.where(cond, self.element(src, at), self._fill(value, node))
+
+    def _op_slice_scatter(self, node: fx.Node, index: Index) -> Expr:
+        into, src = node.args[0], node.args[1]
+        args = [into, *node.args[2:]]
+        proxy = _SliceArgs(tuple(args))
+        d, start, step = slice_start(proxy, self.prover)  # type: ignore[arg-type]
+        if step != 1:
+            raise Unsupported("strided slice assignment", node)
+        assert isinstance(into, fx.Node) and isinstance(src, fx.Node)
+        end = sympy.expand(start + shape(src)[d])
+        inside = self.prover.and_(self.prover.ge0(index[d] - start), self.prover.ge0(end - 1 - index[d]))
+        at = list(index)
+        at[d] = sympy.expand(index[d] - start) if shape(src)[d] != 1 else sympy.Integer(0)
+        if inside == Const(False):
+            return self.element(into, index)
+        value = self.convert(self.element(src, at), kind_of(dtype(node)))
+        return value if inside == Const(True) else self.prover.where(inside, value, self.element(into, index))
+
+    def _op_copy(self, node: fx.Node, index: Index) -> Expr:
+        return self._narrow(self.operand(node.args[1], index, kind_of(dtype(node))), dtype(node))
+
+    def _op_index(self, node: fx.Node, index: Index) -> Expr:
+        src, positions = node.args[0], node.args[1]
+        assert isinstance(src, fx.Node)
+        used = [i for i, p in enumerate(positions) if p is not None]  # type: ignore[arg-type]
+        if used != list(range(used[0], used[-1] + 1)):
+            return self.leaf(node, index)
+        tensors = [positions[i] for i in used]  # type: ignore[index]
+        if any(dtype(t) in (torch.bool, torch.uint8) for t in tensors):
+            return self.leaf(node, index)
+        rank = max(len(shape(t)) for t in tensors)
+        inner = index[used[0] : used[0] + rank]
+        dims = shape(src)
+        values = [self.operand(t, inner) for t in tensors]
+
+        def gather(*vs: Expr) -> Expr:
+            at = list(index[: used[0]])
+            for pos, v in zip(used, vs, strict=True):
+                if not isinstance(v, Lin):
+                    raise Unsupported("gather by run-time positions", node)
+                if self.prover.holds(v.value):
+                    at.append(v.value)
+                elif self.prover.holds(-v.value - 1):
+                    at.append(sympy.expand(v.value + dims[pos]))
+                else:
+                    raise Unsupported("gather at positions of unknown sign", node)
+            return self.element(src, (*at, *index[used[0] + rank :]))
+
+        try:
+            return self._lift(gather, *values)
+        except Unsupported:
+            return self.leaf(node, index)
+
+    def _op_cumsum(self, node: fx.Node, index: Index) -> Expr:
+        """A prefix sum of a value that does not depend on the position is ``value * (position + 1)``."""
+        src = node.args[0]
+        assert isinstance(src, fx.Node)
+        d = int(node.args[1]) % len(index)  # type: ignore[arg-type]
+        if is_float(dtype(node)):
+            return self.leaf(node, index)
+        t = sympy.Dummy("t", integer=True, nonnegative=True)
+        inner = Puller(Prover({**self.prover.ranges, t: (sympy.Integer(0), shape(node)[d] - 1)}))
+        try:
+            v = inner.convert(inner.element(src, (*index[:d], t, *index[d + 1 :])), INT)
+        except Unsupported:
+            return self.leaf(node, index)
+        if isinstance(v, Lin) and not v.value.has(t):
+            return Lin(sympy.expand(v.value * (index[d] + 1)))
+        return self.leaf(node, index)
+
+    def _getitem(self, node: fx.Node, index: Index) -> Expr:
+        src = node.args[0]
+        if isinstance(src, fx.Node) and op_name(src) == "native_dropout" and node.args[1] == 0:
+            p, train = src.args[1], src.args[2]
+            x = self.operand(src.args[0], index)
+            return x if train is False or p == 0 else Dropped(x, float(p))  # type: ignore[arg-type]
+        return self.leaf(node, index)
+
+
+class _SliceArgs:
+    """Arguments of slice_scatter in the order of slice."""
+
+    def __init__(self, args: tuple[Any, ...]):
+        self.args = args
+
+
+def constant_value(node: fx.Node) -> float | int | bool | None:
+    """The number that a 0-d constant tensor of the graph holds."""
+    if node.op != "get_attr":
+        return None
+    v: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        v = getattr(v, part, None)
+    v = getattr(v, "constant", None) if getattr(v, "constant", None) is not None else v
+    if isinstance(v, torch.Tensor) and type(v) is torch.Tensor and v.numel() == 1:
+        return v.item()
+    return None
+
+
+def _constant(e: Expr) -> bool:
+    """A number, or a choice between numbers."""
+    return isinstance(e, Const) or (isinstance(e, Call) and e.fn == "where" and _constant(e.args[1]) and _constant(e.args[2]))
+
+
+def _settled(e: Expr) -> bool:
+    """A choice between numbers and known integers: conditions may be moved outside functions of it without growing it."""
+    return isinstance(e, (Const, Lin)) or (
+        isinstance(e, Call)
+        and ((e.fn == "where" and all(_settled(a) for a in e.args[1:])) or (e.fn in ("cast_float", "abs") and _settled(e.args[0])))
+    )
+
+
+def _as_integer(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """Both as integers when both are floats that hold known integers."""
+
+    def strip(e: Expr) -> Expr | None:
+        if isinstance(e, Lin):
+            return e
+        if isinstance(e, Call) and e.fn == "cast_float" and isinstance(e.args[0], Lin):
+            return e.args[0]
+        if isinstance(e, Const) and e.kind == FLOAT and math.isfinite(e.value) and float(e.value).is_integer():
+            return Lin(sympy.Integer(int(e.value)))
+        return None
+
+    x, y = strip(a), strip(b)
+    if x is None or y is None or (isinstance(a, Const) and isinstance(b, Const)):
+        return a, b
+    return x, y

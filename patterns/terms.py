@@ -1,0 +1,115 @@
+"""Terms that exist only while a region is analysed; a finished :class:`~fa_inductor.spec.AttentionSpec` has none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from fa_inductor.expr import BOOL, FLOAT, INT, Expr
+
+Index = tuple[sympy.Expr, ...]
+
+_INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Lin(Expr):
+    """An integer known as a sympy expression of index and size symbols."""
+
+    value: sympy.Expr
+    kind = INT
+
+    def __str__(self) -> str:
+        return f"[{self.value}]"
+
+
+@dataclass(frozen=True)
+class Elem(Expr):
+    """One element of the ATen value ``node``."""
+
+    node: fx.Node
+    index: Index
+    kind: str = FLOAT
+
+    def __str__(self) -> str:
+        return f"{self.node.name}{list(self.index)}"
+
+
+@dataclass(frozen=True)
+class RowValue(Expr):
+    """A reduction of the scores over the key axis: the same number for every key of a row."""
+
+    node: fx.Node
+    index: Index
+    kind = FLOAT
+
+    def __str__(self) -> str:
+        return f"row:{self.node.name}{list(self.index)}"
+
+
+@dataclass(frozen=True)
+class Dropped(Expr):
+    """A softmax weight after dropout with probability ``p``."""
+
+    inner: Expr
+    p: float
+    kind = FLOAT
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.inner,)
+
+    def __str__(self) -> str:
+        return f"dropout({self.inner}, {self.p})"
+
+
+class Unsupported(Exception):
+    """An ATen node that the analysis does not see through; ``node`` is where it stopped."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None):
+        super().__init__(reason)
+        self.reason, self.node = reason, node
+
+
+def value_of(node: fx.Node) -> object:
+    return node.meta.get("val")
+
+
+def size(d: object) -> sympy.Expr:
+    """A dimension (int, SymInt or the node of one) as a sympy expression."""
+    if isinstance(d, fx.Node):
+        d = value_of(d)
+    if isinstance(d, torch.SymInt):
+        return d.node.expr
+    return sympy.Integer(d)
+
+
+def shape(node: fx.Node) -> list[sympy.Expr]:
+    v = value_of(node)
+    if not isinstance(v, torch.Tensor):
+        raise Unsupported(f"{node.name} is not a tensor", node)
+    return [size(d) for d in v.shape]
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    v = value_of(node)
+    if not isinstance(v, torch.Tensor):
+        raise Unsupported(f"{node.name} is not a tensor", node)
+    return v.dtype
+
+
+def kind_of(dt: torch.dtype) -> str:
+    if dt is torch.bool:
+        return BOOL
+    return INT if dt in _INTEGRAL else FLOAT
+
+
+def numel(dims: Sequence[sympy.Expr]) -> sympy.Expr:
+    out = sympy.Integer(1)
+    for d in dims:
+        out = out * d
+    return out
