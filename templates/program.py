@@ -1,24 +1,38 @@
 """What a kernel needs to know about a score program before its text is printed.
 
-* :func:`pull_scale` finds the positive number that the whole logit is multiplied with. It is folded with log2(e) into one
-  multiply-add per score.
+* :func:`pull_scale` finds the positive number that the whole logit is multiplied with. It is folded with log2(e) into
+  one multiply-add per score.
 * :func:`may_be_huge` tells programs whose logits may be large for other reasons than the scores, such as ``-1e9`` or
-  ``finfo.min`` fills and additive masks. There ``logit * log2(e)`` may overflow and ``log(sum(exp(logit)))`` rounds to the fill, so
-  the kernels subtract the maximum before scaling and the backward keeps maximum and sum apart.
-* :func:`pull_factor` finds the number that the derivative is multiplied with; it is applied once to the accumulated gradient.
+  ``finfo.min`` fills and additive masks. There ``logit * log2(e)`` may overflow and ``log(sum(exp(logit)))`` rounds to
+  the fill, so the kernels subtract the maximum before scaling and the backward keeps maximum and sum apart.
+* :func:`pull_factor` finds the number that the derivative is multiplied with; it is applied once to the accumulated
+  gradient.
+* :class:`Program` puts them together for one attention.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
-from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, Load, Score, call
+from fa_inductor.bounds import Facts, row_always_has_key
+from fa_inductor.derivative import d_score
+from fa_inductor.expr import BOOL, FLOAT, INT, TRUE, Call, Const, Expr, Load, call
+from fa_inductor.masks import MaskedScore, split_mask
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.rendering import Problem
 
 LOG2E = math.log2(math.e)
+ZERO, ONE = Const(0.0), Const(1.0)
 
 #: Logits below this magnitude keep 2^-10 absolute accuracy in float32, so that exp() of a difference keeps a relative
 #: accuracy of 2^-10 and the base-2 forms are safe.
 HUGE = 8192.0
+
+#: A finite fill at or below this vanishes next to any kept logit: exp(fill - max) underflows to 0 unless the scores
+#: of the row are themselves below fill + 104, which for half precision operands means overflow.
+VANISHING_FILL = -30000.0
 
 _BOUNDED = frozenset({"tanh", "sigmoid", "sin", "cos", "erf", "log", "log2", "log1p", "sqrt", "rsqrt"})
 _LIKE_ARGUMENTS = frozenset({"add", "sub", "minimum", "maximum", "neg", "abs", "relu", "floor"})
@@ -89,5 +103,75 @@ def pull_factor(e: Expr) -> tuple[Expr, float]:
     return e, 1.0
 
 
-def uses_score(e: Expr) -> bool:
-    return any(isinstance(n, Score) for n in e.walk())
+@dataclass(frozen=True)
+class Program:
+    """One attention as the kernels compute it.
+
+    Attributes:
+        spec: the program. A finite fill that vanishes, because every row provably keeps a key, is written as -inf.
+        masked: the program's mask, live logit and fill.
+        always_keeps: whether every row is proven to keep a key.
+    """
+
+    spec: AttentionSpec
+    masked: MaskedScore
+    always_keeps: bool
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def of(spec: AttentionSpec, problem: Problem) -> Program:
+        masked = split_mask(spec.score)
+        if masked.fill is None or masked.keep == TRUE:
+            return Program(spec, masked, True)
+        keeps = row_always_has_key(masked.keep, Facts(problem.rows, problem.cols, problem.sizes))
+        value = masked.fill_value
+        if keeps and value is not None and -math.inf < value <= VANISHING_FILL:
+            spec = replace(spec, score=call("where", masked.keep, masked.live, Const(-math.inf)))
+            masked = split_mask(spec.score)
+        return Program(spec, masked, keeps)
+
+    @cached_property
+    def wide(self) -> bool:
+        """Whether logits may be huge, so that the maximum is subtracted before scaling."""
+        return any(may_be_huge(e) for e in self.spec.expressions)
+
+    @cached_property
+    def scale(self) -> float:
+        """The positive number that :meth:`body` leaves out of the logit."""
+        return pull_scale(self.spec.score)[1]
+
+    def body(self, logit: Expr) -> Expr:
+        """``logit / scale``, for the whole program or for what is left of it inside full tiles."""
+        body, scale = pull_scale(logit)
+        if scale == self.scale:
+            return body
+        return logit if self.scale == 1.0 else call("mul", logit, Const(1.0 / self.scale))
+
+    @cached_property
+    def masks_exactly(self) -> bool:
+        """Whether a masked entry has p == 0 exactly, so that the mask need not be applied to the derivative again."""
+        return self.masked.fill_value == -math.inf and (self.always_keeps or self.spec.dead_rows == "zero")
+
+    def _derivative(self, logit: Expr) -> tuple[Expr, float]:
+        return pull_factor(d_score(split_mask(logit).live if self.masks_exactly else logit))
+
+    @cached_property
+    def factor(self) -> float:
+        """The number that :meth:`rest` leaves out of d logit / d score; it is applied to the accumulated dQ and dK."""
+        return self._derivative(self.spec.score)[1]
+
+    def rest(self, logit: Expr) -> Expr:
+        """``d logit / d score / factor``."""
+        rest, factor = self._derivative(logit)
+        if factor == self.factor:
+            return rest
+        d = d_score(logit)
+        return d if self.factor == 1.0 else call("mul", d, Const(1.0 / self.factor))
+
+    def may_skip(self, backward: bool) -> bool:
+        """Whether leaving out tiles in which no row keeps a key changes nothing."""
+        if self.masked.fill_value != -math.inf or self.masked.keep == TRUE:
+            return False
+        # A row without keys has P = NaN, hence NaN in every dV, unless the spec asks for zeros: then nothing may be
+        # skipped.
+        return not backward or self.masks_exactly

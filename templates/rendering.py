@@ -1,9 +1,10 @@
 """From a program and the facts about its operands to the text of a kernel.
 
-Rendering has two stages. The first, here, resolves everything that depends on the score program: ``${ expression }`` and
-``<% statement %>``. Its result, :class:`KernelSource`, is a Triton template whose remaining hooks (``{{def_kernel}}``,
-``{{size}}``, ``{{stride}}``, ``{{program_size}}``, ``{{store_output}}``) Inductor fills in when it knows the operands;
-:mod:`fa_inductor.templates.standalone` fills them in for kernels that are launched or compiled without Inductor.
+Rendering has two stages. The first, here, resolves everything that depends on the score program: ``${ expression }``
+and ``<% statement %>``. Its result, :class:`KernelSource`, is a Triton template whose remaining hooks
+(``{{def_kernel}}``, ``{{size}}``, ``{{stride}}``, ``{{program_size}}``, ``{{store_output}}``) Inductor fills in when
+it knows the operands; :mod:`fa_inductor.templates.standalone` fills them in for kernels that are launched or
+compiled without Inductor.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Problem:
         wide_captures: per slot, whether offsets over q_idx and kv_idx may leave int32.
         even_q, even_kv: whether the length is proven a multiple of 128.
         precision: ``ieee`` or ``tf32``; how float32 operands are multiplied.
-        rows: seqlen_q where it is a number, else None.
-        tma: whether strides and alignment allow tensor descriptors (KERNELS: base and outer strides 16-byte aligned,
-            innermost stride 1).
+        rows, cols: seqlen_q and seqlen_kv where they are numbers, else None.
+        sizes: values of the run-time sizes n0, n1, ... where they are numbers.
+        tma: whether strides and alignment allow tensor descriptors (base and outer strides multiples of 16 bytes,
+            innermost stride 1: CUDA driver API, cuTensorMapEncodeTiled).
         element: bytes of one operand element.
     """
 
@@ -50,6 +52,8 @@ class Problem:
     even_kv: bool = False
     precision: str = "ieee"
     rows: int | None = None
+    cols: int | None = None
+    sizes: tuple[int | None, ...] = ()
     tma: bool = False
     element: int = 2
 
@@ -81,6 +85,11 @@ class KernelSource:
 def padded_dim(d: int) -> int:
     """Head dim inside the kernel: a power of two, at least the 16 that a tensor-core dot takes."""
     return max(16, 1 << (d - 1).bit_length())
+
+
+def is_even(d: int) -> bool:
+    """Whether a head dim needs no padding."""
+    return padded_dim(d) == d
 
 
 def _load_mask(*parts: Any) -> str:

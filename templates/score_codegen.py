@@ -1,13 +1,14 @@
 """Score expressions as Triton text.
 
-:class:`ScorePrinter` turns :class:`~fa_inductor.expr.Expr` terms into straight-line Triton statements, one variable a distinct
-sub-expression, so that a value shared by the logit, its derivative and the captures' gradients is computed once. Equal input
-gives equal text.
+:class:`ScorePrinter` turns :class:`~fa_inductor.expr.Expr` terms into straight-line Triton statements, one variable
+a distinct sub-expression, so that a value shared by the logit, its derivative and the captures' gradients is
+computed once. Equal input gives equal text.
 
-The statements are free of shapes: the template binds ``score``, ``q_idx`` and ``kv_idx`` to blocks that broadcast to its tile, in
-either orientation, and ``b_idx``, ``h_idx``, ``Q_LEN``, ``KV_LEN``, ``SIZE0...`` to scalars. Floats are float32. Integer arithmetic is
-int32 where its result cannot leave that range for lengths below 2^30 and int64 elsewhere. A load whose index is not proven to
-lie inside its tensor is masked and reads 0 or False outside it, as the reference does.
+The statements are free of shapes: the template binds ``score``, ``q_idx`` and ``kv_idx`` to blocks that broadcast to
+its tile, in either orientation, and ``b_idx``, ``h_idx``, ``Q_LEN``, ``KV_LEN``, ``SIZE0...`` to scalars. Floats are
+float32. Integer arithmetic is int32 where its result cannot leave that range for lengths below 2^30 and int64
+elsewhere. A load whose index is not proven to lie inside its tensor is masked and reads 0 or False outside it, as
+the reference does.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _INFIX = {
     "and_": "&", "or_": "|",
 }  # fmt: skip
 
-# {0} and {1} are the arguments. Where Triton has no accurate primitive the formula is written out: expm1 and log1p as in
-# Kahan's "Much ado about nothing's sign bit" (they keep full precision at 0), tanh by exp2 of a non-positive number.
+# {0} and {1} are the arguments. Where Triton has no accurate primitive the formula is written out: expm1 and log1p
+# as in Kahan's "Much ado about nothing's sign bit" (they keep full precision at 0), tanh by exp2 of a non-positive
+# number.
 _FLOAT_TEXT = {
     "div": "{0} / {1}",
     "abs": "tl.abs({0})",
@@ -74,7 +76,8 @@ def _log1p(x):
     "_tanh": """
 @triton.jit
 def _tanh(x):
-    # -2.885390081777927 = -2 * log2(e); exp2 of a non-positive number cannot overflow. The series keeps small x accurate.
+    # -2.885390081777927 = -2 * log2(e); exp2 of a non-positive number cannot overflow. The series keeps small x
+    # accurate.
     t = tl.exp2(tl.abs(x) * -2.885390081777927)
     r = (1.0 - t) / (1.0 + t)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x * 0.3333333333333333, tl.where(x < 0.0, -r, r))
@@ -178,6 +181,22 @@ class ScorePrinter:
         """Add the statements that compute ``expr`` into the variable ``name``."""
         self.lines.append(f"{name} = {self.emit(expr)}")
 
+    def times(self, name: str, factor: Expr) -> str:
+        """Text of ``name * factor``, after adding the statements that compute ``factor``.
+
+        A factor ``where(c, x, 0)`` is what differentiating a mask gives. It selects instead of multiplying, so that a
+        NaN of a masked entry does not pass, as in autograd's formula for ``where``.
+        """
+        if factor == Const(1.0):
+            return name
+        if isinstance(factor, Call) and factor.fn == "where" and Const(0.0) in factor.args[1:]:
+            condition, x, y = factor.args
+            text = self.emit(condition)
+            if y == Const(0.0):
+                return f"tl.where({text}, {self.times(name, x)}, 0.0)"
+            return f"tl.where({text}, 0.0, {self.times(name, y)})"
+        return f"{name} * ({self.emit(factor)})"
+
     def _new(self, text: str) -> str:
         name = f"{self.prefix}{self._count}"
         self._count += 1
@@ -235,7 +254,7 @@ class ScorePrinter:
         return f"{arg}.to(tl.int32)" if source == BOOL else f"{arg}.to(tl.int64)"
 
     def _divide(self, e: Call, a: str, b: str) -> str:
-        """Python's floor division and modulo; Triton's truncate, which is the same where neither operand is negative."""
+        """Python's floor division and modulo; Triton's truncate, the same where no operand is negative."""
         x, y = e.args
         op = "//" if e.fn == "floordiv" else "%"
         if is_nonnegative(x) and is_nonnegative(y):
@@ -265,34 +284,36 @@ class ScorePrinter:
         return f"1.0 / {result}" if y < 0 else result
 
     def _load(self, e: Load) -> str:
+        address, mask = self.element(e, "CAP")
+        value = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+        if e.kind == FLOAT:
+            return self._new(f"{value}.to(tl.float32)")
+        return self._new(f"{value} != 0" if e.kind == BOOL else value)
+
+    def element(self, e: Load, tensor: str) -> tuple[str, str]:
+        """(address, mask) of the element that ``e`` reads, in the tensor ``tensor<slot>`` of the capture's shape.
+
+        The mask is empty where the element provably exists.
+        """
         slot = e.slot
         info = self.captures[slot] if slot < len(self.captures) else CaptureInfo(len(e.index))
         offsets, checks = [], []
         for dim, index in enumerate(e.index):
-            text = self.names[index]
+            text = self.emit(index)
             if not info.proves_inside(dim, index):
-                size = f"CAP{slot}_N{dim}"
                 if not is_nonnegative(index):
                     checks.append(f"({text} >= 0)")
-                checks.append(f"({text} < {size})")
-            if index == Const(0):
-                continue
-            offsets.append(f"{self._index(slot, index, text)} * CAP{slot}_S{dim}")
-        address = f"CAP{slot}" + "".join(f" + {o}" for o in offsets)
-        value = f"tl.load({address})"
-        if checks:
-            mask = self._new(" & ".join(checks))
-            value = f"tl.load({address}, mask={mask}, other=0)"
-        if e.kind == FLOAT:
-            return self._new(f"{value}.to(tl.float32)")
-        return self._new(f"{value} != 0" if e.kind == BOOL else value)
+                checks.append(f"({text} < CAP{slot}_N{dim})")
+            if index != Const(0):
+                offsets.append(f"{self._index(slot, index, text)} * {tensor}{slot}_S{dim}")
+        address = " + ".join([f"{tensor}{slot}", *offsets])
+        return address, (self._new(" & ".join(checks)) if checks else "")
 
     def _index(self, slot: int, index: Expr, text: str) -> str:
         if isinstance(index, Const):
             return text
         # A scalar costs nothing in 64 bits; a block of indices does, so its width is the kernel's choice.
-        wide = "tl.int64" if not varies(index) else f"CAP{slot}_INDEX"
-        return f"{text}.to({wide})" if not isinstance(index, Sym) or index.name in INDEX_NAMES else f"tl.cast({text}, {wide})"
+        return f"tl.cast({text}, {f'CAP{slot}_INDEX' if varies(index) else 'tl.int64'})"
 
 
 def _int64(e: Expr, text: str) -> str:

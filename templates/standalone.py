@@ -1,7 +1,7 @@
 """Kernels without Inductor: the second rendering stage, loading, launching and ahead-of-time signatures.
 
-Tests and kernel benchmarks run the very text that Inductor gets. Here ``{{def_kernel}}`` and its companions are filled in with
-ordinary kernel parameters: the tensors, then ``OUT``, then every size and stride that the text asks for.
+Tests and kernel benchmarks run the very text that Inductor gets. Here ``{{def_kernel}}`` and its companions are
+filled in with ordinary kernel parameters: the tensors, then ``OUT``, then every size and stride that the text asks for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Standalone:
     Attributes:
         source: Python text of a module with one ``@triton.jit`` kernel.
         kernel: the kernel, whose text and launch options this is.
-        scalars: (tensor name or "" for the program's sizes, "size" | "stride", dimension) of each integer parameter, in order
+        scalars: (tensor name or "" for the program's sizes, "size" | "stride", dimension) of each integer parameter,
+        in order
             after the tensors and OUT.
     """
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from fa_inductor.templates.rendering import KernelSource
 
-#: Largest shared memory of one program, bytes (CUDA programming guide, "technical specifications per compute capability").
+#: Largest shared memory of one program, bytes (CUDA programming guide, "technical specifications per compute
+#: capability").
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
 
 _INSTRUCTIONS = {
-    "mma.sync": r"\bmma\.sync", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma",
-    "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared", "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
+    "mma.sync": r"\bmma\.sync", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma", "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared", "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def compile_kernel(request: Request) -> dict[str, Any]:
     signature: dict[str, str] = {}
     constants: dict[tuple[int], int] = {}
     attributes: dict[tuple[int], list] = {}
-    scalars = dict(zip(function.arg_names[len(request.kernel.arguments) + 1 :], complete.scalars))
+    scalars = dict(zip(function.arg_names[len(request.kernel.arguments) + 1 :], complete.scalars, strict=True))
     for i, name in enumerate(function.arg_names):
         if name in types:
             signature[name] = "*" + types[name]

@@ -1,0 +1,286 @@
+"""The backward kernels of a program: row statistics, dK and dV, dQ with the captures' gradients."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from fa_inductor.derivative import d_load
+from fa_inductor.expr import Expr, Load, Sym
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.forward import checked_dims, sink_lines, used_captures, used_sizes
+from fa_inductor.templates.program import LOG2E, ZERO, Program
+from fa_inductor.templates.rendering import KernelSource, Problem, common_constants, is_even, render
+from fa_inductor.templates.score_codegen import ScorePrinter, hoistable
+from fa_inductor.templates.tiles import plan
+
+#: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024) is too coarse for exp(logit - lse).
+LSE_LIMIT = 1024.0
+
+_ATOMIC = 'tl.atomic_add({}, {}, mask={}, sem="relaxed")'
+
+
+def is_wide(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether the backward reads ROW_MAX and ROW_LOG from the rows kernel instead of the forward's LSE."""
+    return Program.of(spec, problem).wide
+
+
+def _row_inputs(program: Program) -> tuple[str, ...]:
+    return ("ROW_MAX", "ROW_LOG") if program.wide else ("LSE",)
+
+
+def _constants(program: Program, problem: Problem, config: TileConfig) -> dict[str, Any]:
+    return {
+        **common_constants(problem, config),
+        "SECTION": config.section,
+        "SCALE": program.scale * LOG2E,
+        "DROPOUT": program.spec.dropout_p,
+        "KEEP_SCALE": 1.0 / (1.0 - program.spec.dropout_p),
+    }
+
+
+def _context(
+    program: Program,
+    problem: Problem,
+    config: TileConfig,
+    arguments: tuple[str, ...],
+    captures: list[tuple[int, int]],
+    printed: list[str],
+) -> dict[str, Any]:
+    text = "\n".join(printed)
+    return {
+        "kernel_args": ", ".join(f'"{a}"' for a in arguments),
+        "captures": captures,
+        "checked_dims": checked_dims(printed, captures),
+        "sizes": [i for i in used_sizes(program.spec.expressions) if f"SIZE{i}" in text],
+        "tma": config.tma and problem.tma,
+        "qk_even": is_even(problem.qk_dim),
+        "v_even": is_even(problem.v_dim),
+        "seed_slot": program.spec.seed_slot,
+        "wide": program.wide,
+        "dead_zero": program.spec.dead_rows == "zero",
+        "warp_specialize": config.warp_specialize,
+    }
+
+
+def _kernel(
+    kind: str,
+    functions: set[str],
+    context: dict[str, Any],
+    arguments: tuple[str, ...],
+    outputs: tuple[str, ...],
+    constants: dict[str, Any],
+    config: TileConfig,
+    output_rank: int = 4,
+) -> KernelSource:
+    text, digest = render(f"common/{kind}.py.jinja", functions, context)
+    name = f"fa_{kind}_{digest}"
+    return KernelSource(name, text, arguments, outputs, output_rank, constants, config.num_warps, config.num_stages)
+
+
+@lru_cache(maxsize=512)
+def rows_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> KernelSource:
+    """Render the kernel that computes ROW_MAX (main output) and ROW_LOG; needed where :func:`is_wide`."""
+    program = Program.of(spec, problem)
+    spec = program.spec
+    body = program.body(spec.score)
+    rows = ScorePrinter(problem.captures, "r")
+    sink_lines(rows, spec, 1.0 / program.scale)
+    for e in hoistable([body], frozenset({"kv_idx"})):
+        rows.emit(e)
+    tile = ScorePrinter(problem.captures, "e", rows.names)
+    tile.assign("logit", body)
+    captures = used_captures(spec.expressions, -1)
+    arguments = ("Q", "K", "V", "LSE", "ROW_LOG", *(f"CAP{s}" for s, _ in captures))
+    context = _context(program, problem, config, arguments, captures, rows.lines + tile.lines)
+    context.update(row_lines=rows.lines, edge_lines=tile.lines, sinks=len(spec.sinks))
+    constants = {**_constants(program, problem, config), "UNIT": 1.0 / program.scale, "LSE_LIMIT": LSE_LIMIT}
+    functions = rows.functions | tile.functions
+    return _kernel("rows", functions, context, arguments, ("ROW_LOG",), constants, config, output_rank=3)
+
+
+@lru_cache(maxsize=512)
+def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> KernelSource:
+    """Render the kernel that computes dK (main output) and DV."""
+    program = Program.of(spec, problem)
+    spec = program.spec
+    schedule = plan(program, problem, keys=False, backward=True, single=config.warp_specialize)
+    logits = {True: spec.score, False: schedule.full}
+    needed = [e for logit in logits.values() for e in (program.body(logit), program.rest(logit))]
+    head = ScorePrinter(problem.captures, "r")
+    for e in hoistable(needed, frozenset({"q_idx"})):
+        head.emit(e)
+    functions = set(head.functions) | schedule.functions
+
+    def tile_lines(edge: bool) -> tuple[list[str], str]:
+        printer = ScorePrinter(problem.captures, "e" if edge else "t", head.names)
+        printer.assign("logit", program.body(logits[edge]))
+        ds = printer.times("ds", program.rest(logits[edge]))
+        functions.update(printer.functions)
+        return printer.lines, ds
+
+    full_lines, full_ds = tile_lines(False)
+    edge_lines, edge_ds = tile_lines(True)
+    captures = used_captures((spec.score, *needed), spec.seed_slot)
+    arguments = ("Q", "K", "V", "DO", *_row_inputs(program), "DELTA", "DV", *(f"CAP{s}" for s, _ in captures))
+    printed = [*head.lines, *full_lines, *edge_lines, *schedule.lines]
+    context = _context(program, problem, config, arguments, captures, printed)
+    context.update(
+        row_lines=head.lines,
+        full_lines=full_lines,
+        edge_lines=edge_lines,
+        full_ds=full_ds,
+        edge_ds=edge_ds,
+        range_lines=schedule.lines,
+        loops=schedule.loops,
+    )
+    constants = {**_constants(program, problem, config), "FACTOR": program.factor}
+    return _kernel("dkdv", functions, context, arguments, ("DV",), constants, config)
+
+
+def depends(load: Load, name: str) -> bool:
+    """Whether the element that ``load`` reads changes with the index symbol ``name``."""
+    return any(isinstance(n, Sym) and n.name == name for i in load.index for n in i.walk())
+
+
+def is_unique(load: Load, loads: tuple[Load, ...]) -> bool:
+    """Whether each element of the captured tensor belongs to at most one score, through this load alone."""
+    names = [i.name for i in load.index if isinstance(i, Sym)]
+    return {"b", "h", "q_idx", "kv_idx"} <= set(names) and [x.slot for x in loads].count(load.slot) == 1
+
+
+class _CaptureGradients:
+    """Prints the reductions of the captures' gradients: inside the tile loop, after it, and for sinks."""
+
+    def __init__(self, program: Program, slots: tuple[int, ...], rows: ScorePrinter) -> None:
+        self.program, self.rows = program, rows
+        self.all_loads = tuple(n for n in program.spec.loads() if n.slot in slots)
+        self.loads = tuple(n for n in self.all_loads if program.spec.score.depends_on(n))
+        self.row_sums = [f"g{i}" for i, load in enumerate(self.loads) if not depends(load, "kv_idx")]
+
+    def derivatives(self, logit: Expr) -> list[Expr]:
+        return [d_load(logit, load) for load in self.loads]
+
+    def tile_lines(self, printer: ScorePrinter, logit: Expr, edge: bool) -> list[str]:
+        """Statements for a tile whose ``ds`` (dL/dlogit, float32 [BLOCK_M, BLOCK_N]) is known."""
+        start = len(printer.lines)
+        for i, (load, derivative) in enumerate(zip(self.loads, self.derivatives(logit), strict=True)):
+            if derivative == ZERO:
+                continue
+            value = printer.times("ds", derivative)
+            if edge:
+                value = f"tl.where(kv_vec[None, :] < KV_LEN, {value}, 0.0)"
+            if not depends(load, "kv_idx"):
+                printer.lines.append(f"g{i} += tl.sum({value}, 1)")
+                continue
+            address, mask = printer.element(load, "GRAD")
+            conditions = [f"({mask})"] if mask else []
+            if edge:
+                conditions.append("(kv_vec < KV_LEN)[None, :]")
+            store = _ATOMIC
+            if depends(load, "q_idx"):
+                conditions.append("rows_in[:, None]")
+                if is_unique(load, self.all_loads):
+                    store = "tl.store({}, {}, mask={})"
+            else:
+                value = f"tl.sum({value}, 0, keep_dims=True)"
+            printer.lines.append(store.format(address, value, " & ".join(conditions) or "None"))
+        return printer.lines[start:]
+
+    def end_lines(self) -> list[str]:
+        """Statements after the tile loop: rows reduced to their own element, and the sinks."""
+        printer = self.rows
+        start = len(printer.lines)
+        for i, load in enumerate(self.loads):
+            if not depends(load, "kv_idx"):
+                self._add_rows(load, f"g{i}")
+        exponent = "(sink{0} - row_max) * SCALE - row_log" if self.program.wide else "sink{0} - lse"
+        for i, sink in enumerate(self.program.spec.sinks):
+            loads = [n for n in self.all_loads if sink.depends_on(n)]
+            if loads:
+                # A sink has no value, so only the normalisation passes a gradient: its weight times -delta.
+                printer.lines.append(f"s{i} = -delta * tl.exp2({exponent.format(i)})")
+            for load in loads:
+                derivative = printer.emit(d_load(sink, load))
+                block = f"tl.reshape(({derivative}) + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])"
+                name = f"s{i}_{self.all_loads.index(load)}"
+                printer.lines.append(f"{name} = tl.where(rows_in, s{i} * {block}, 0.0)")
+                self._add_rows(load, name)
+        return printer.lines[start:]
+
+    def _add_rows(self, load: Load, name: str) -> None:
+        """Add the [BLOCK_M] block ``name`` to the elements that ``load`` reads."""
+        address, mask = self.rows.element(load, "GRAD")
+        if depends(load, "q_idx"):
+            conditions = [f"({mask})"] if mask else []
+            text = _ATOMIC.format(address, f"{name}[:, None]", " & ".join([*conditions, "rows_in[:, None]"]))
+        else:
+            text = _ATOMIC.format(address, f"tl.sum({name}, 0)", mask or "None")
+        self.rows.lines.append(text)
+
+
+@lru_cache(maxsize=512)
+def dq_kernel(
+    spec: AttentionSpec, problem: Problem, config: TileConfig, grad_slots: tuple[int, ...] = ()
+) -> KernelSource:
+    """Render the kernel that computes dQ (main output) and adds the gradients of ``grad_slots`` into GRAD<slot>."""
+    program = Program.of(spec, problem)
+    spec = program.spec
+    schedule = plan(program, problem, keys=True, backward=True, single=config.warp_specialize)
+    logits = {True: spec.score, False: schedule.full}
+    rows = ScorePrinter(problem.captures, "r")
+    gradients = _CaptureGradients(program, grad_slots, rows)
+    if any(s.depends_on(*gradients.all_loads) for s in spec.sinks):
+        sink_lines(rows, spec, 1.0 / program.scale if program.wide else LOG2E)
+    needed = [
+        e
+        for logit in logits.values()
+        for e in (program.body(logit), program.rest(logit), *gradients.derivatives(logit))
+    ]
+    for e in hoistable(needed, frozenset({"kv_idx"})):
+        rows.emit(e)
+    row_lines = list(rows.lines)
+    functions = set(schedule.functions)
+
+    def tile_lines(edge: bool) -> tuple[list[str], str, list[str]]:
+        printer = ScorePrinter(problem.captures, "e" if edge else "t", rows.names)
+        printer.assign("logit", program.body(logits[edge]))
+        ds = printer.times("ds", program.rest(logits[edge]))
+        lines = list(printer.lines)
+        grad_lines = gradients.tile_lines(printer, logits[edge], edge)
+        functions.update(printer.functions)
+        return lines, ds, grad_lines
+
+    full_lines, full_ds, full_grad_lines = tile_lines(False)
+    edge_lines, edge_ds, edge_grad_lines = tile_lines(True)
+    end_lines = gradients.end_lines()
+    functions |= rows.functions
+    exprs = (*spec.expressions, *needed) if grad_slots else (spec.score, *needed)
+    captures = used_captures(exprs, spec.seed_slot)
+    grads = [(slot, rank) for slot, rank in captures if slot in grad_slots]
+    arguments = (
+        *("Q", "K", "V", "DO", *_row_inputs(program), "DELTA"),
+        *(f"GRAD{s}" for s, _ in grads),
+        *(f"CAP{s}" for s, _ in captures),
+    )
+    printed = [
+        *row_lines, *full_lines, *full_grad_lines, *edge_lines, *edge_grad_lines, *end_lines, *schedule.lines
+    ]  # fmt: skip
+    context = _context(program, problem, config, arguments, captures, printed)
+    context.update(
+        grads=grads,
+        row_lines=row_lines,
+        row_sums=gradients.row_sums,
+        full_lines=full_lines,
+        full_grad_lines=full_grad_lines,
+        edge_lines=edge_lines,
+        edge_grad_lines=edge_grad_lines,
+        full_ds=full_ds,
+        edge_ds=edge_ds,
+        range_lines=schedule.lines,
+        loops=schedule.loops,
+        end_lines=end_lines,
+    )
+    constants = {**_constants(program, problem, config), "FACTOR": program.factor}
+    return _kernel("dq", functions, context, arguments, tuple(f"GRAD{s}" for s, _ in grads), constants, config)

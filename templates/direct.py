@@ -1,0 +1,157 @@
+"""The kernels called directly on tensors, without Inductor: for tests, kernel benchmarks and tuning.
+
+Shapes and semantics are those of the ops (:mod:`fa_inductor.ops`). Runs on CUDA tensors, and on CPU tensors in Triton's
+interpreter (``TRITON_INTERPRET=1``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import standalone
+from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
+from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.forward import forward_kernel, packs_heads
+from fa_inductor.templates.rendering import Problem
+from fa_inductor.templates.score_codegen import CaptureInfo
+
+_INT32 = 2**31 - 1
+#: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
+_TILE_ROWS = 256
+
+
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], others: Sequence[Tensor] = ()
+) -> Problem:
+    """What a kernel for these operands may assume. ``others``: more [B, H, L, D] operands (grad_out)."""
+    batch, heads, rows, qk_dim = q.shape
+    cols = k.shape[2]
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+    info = tuple(
+        CaptureInfo(
+            t.dim(),
+            tuple(frozenset(n for n, e in extents.items() if size >= e) for size in t.shape),
+            tuple(t.shape),
+        )
+        for t in captures
+    )
+    operands = [q, k, v, *others]
+    return Problem(
+        qk_dim=qk_dim,
+        v_dim=v.shape[3],
+        group=heads // k.shape[1],
+        captures=info,
+        wide_sizes=tuple(abs(s) > _INT32 // 2 for s in sizes),
+        wide_tile=any(t.stride(2) * _TILE_ROWS + t.stride(3) * t.shape[3] > _INT32 for t in operands),
+        wide_captures=tuple(
+            sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) > _INT32 for t in captures
+        ),
+        even_q=rows % 128 == 0,
+        even_kv=cols % 128 == 0,
+        precision="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        rows=rows,
+        cols=cols,
+        sizes=tuple(sizes),
+        tma=all(descriptor_fits(t) for t in operands),
+        element=q.element_size(),
+    )
+
+
+def descriptor_fits(t: Tensor) -> bool:
+    """Whether a tensor descriptor can read ``t`` [B, H, L, D]."""
+    outer = (s * t.element_size() % 16 == 0 for s in t.stride()[:3])
+    return t.stride(3) == 1 and t.data_ptr() % 16 == 0 and all(outer)
+
+
+@dataclass(frozen=True)
+class Configs:
+    """Tile configurations of the kernels of one attention."""
+
+    forward: TileConfig
+    dkdv: TileConfig
+    dq: TileConfig
+    rows: TileConfig
+
+
+def _empty(like: Tensor, shape: Sequence[int], layout: str) -> Tensor:
+    b, h, m, d = shape
+    return like.new_empty((b, m, h, d)).transpose(1, 2) if layout == "bmhd" else like.new_empty((b, h, m, d))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: AttentionSpec,
+    configs: Configs,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the op gives them. ``options`` go to the launch (``arch="sm80"``)."""
+    problem = problem_of(q, k, v, captures, sizes)
+    kernel = forward_kernel(spec, problem, configs.forward)
+    batch, heads, rows, _ = q.shape
+    out = _empty(q, (batch, heads, rows, v.shape[3]), spec.layout)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    pack = packs_heads(problem, configs.forward)
+    tiles = -(-(rows * problem.group if pack else rows) // configs.forward.block_m)
+    grid = tiles * batch * (k.shape[1] if pack else heads)
+    standalone.launch(kernel, grid, {"Q": q, "K": k, "V": v, "LSE": lse, **_named(captures)}, out, sizes, **options)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: AttentionSpec,
+    needs_grad: Sequence[bool],
+    configs: Configs,
+    **options: Any,
+) -> list[Tensor | None]:
+    """Gradients of (q, k, v, *captures) where ``needs_grad``, else None. dQ, dK, dV in ``spec.layout``."""
+    problem = problem_of(q, k, v, captures, sizes, [grad_out])
+    batch, heads, rows, _ = q.shape
+    tensors = {"Q": q, "K": k, "V": v, "DO": grad_out, "LSE": lse, **_named(captures)}
+    tensors["DELTA"] = (out.float() * grad_out.float()).sum(-1)
+    if is_wide(spec, problem):
+        row_max, row_log = torch.empty_like(lse), torch.empty_like(lse)
+        tensors["ROW_LOG"] = row_log
+        grid = -(-rows // configs.rows.block_m) * batch * heads
+        standalone.launch(rows_kernel(spec, problem, configs.rows), grid, tensors, row_max, sizes, **options)
+        tensors["ROW_MAX"] = row_max
+    grads: list[Tensor | None] = [None] * len(needs_grad)
+    slots = tuple(i for i, need in enumerate(needs_grad[3:]) if need)
+    if needs_grad[1] or needs_grad[2]:
+        dk, dv = _empty(k, k.shape, spec.layout), _empty(v, v.shape, spec.layout)
+        grid = -(-k.shape[2] // configs.dkdv.block_n) * batch * k.shape[1]
+        kernel = dkdv_kernel(spec, problem, configs.dkdv)
+        standalone.launch(kernel, grid, {**tensors, "DV": dv}, dk, sizes, **options)
+        grads[1], grads[2] = (dk if needs_grad[1] else None), (dv if needs_grad[2] else None)
+    if needs_grad[0] or slots:
+        dq = _empty(q, q.shape, spec.layout)
+        buffers = {s: torch.zeros(captures[s].shape, dtype=torch.float32, device=q.device) for s in slots}
+        grid = -(-rows // configs.dq.block_m) * batch * heads
+        kernel = dq_kernel(spec, problem, configs.dq, slots)
+        named = {f"GRAD{s}": t for s, t in buffers.items()}
+        standalone.launch(kernel, grid, {**tensors, **named}, dq, sizes, **options)
+        grads[0] = dq if needs_grad[0] else None
+        for s, t in buffers.items():
+            grads[3 + s] = t.to(captures[s].dtype)
+    return grads
+
+
+def _named(captures: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"CAP{i}": t for i, t in enumerate(captures)}
