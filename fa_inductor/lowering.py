@@ -1,0 +1,473 @@
+"""The fused ops inside Inductor: generated Triton on CUDA, the op's own kernel elsewhere.
+
+:func:`register` installs one lowering for each op. On CUDA and with ``kernel="triton"`` it asks
+:mod:`fa_inductor.templates.select` for a template, renders it for the operands at hand and hands Inductor a
+``TritonTemplate``: what follows the attention is fused into its epilogue, lengths may be symbolic, and under
+max-autotune the configurations are timed against each other. Everything else runs the op's eager kernel.
+
+A configuration that does not compile (shared memory, a compiler failure) is dropped with its reason in the log, and the
+next one is taken; when none is left the eager kernel runs. Importing this module needs neither triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import configs, select
+from fa_inductor.templates.rendering import KernelSource, Problem, padded_dim
+from fa_inductor.templates.score_codegen import CaptureInfo
+
+log = logging.getLogger(__name__)
+
+_INT32 = 2**31 - 1
+#: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
+_TILE_ROWS = 256
+#: Leading entries of ``call_sizes``: rows or columns to tile, and the number of (batch, head) pairs. Then n0, n1, ...
+_GRID_SIZES = 2
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Install the lowerings. Idempotent; imports Inductor."""
+    from torch._inductor.lowering import register_lowering
+
+    from fa_inductor import ops
+
+    register_lowering(ops.flash_attention, type_promotion_kind=None)(_lower_forward)
+    register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
+
+
+# ------------------------------------------------------------------------------------------------- the op's operands
+@dataclass
+class _Operands:
+    """The operands of one op, realised, and what Inductor knows of them."""
+
+    q: Any
+    k: Any
+    v: Any
+    captures: list[Any]
+    sizes: list[Any]
+    spec: AttentionSpec
+    others: list[Any]
+
+    @property
+    def extents(self) -> tuple[Any, Any, Any, Any, Any]:
+        """(batch, query heads, key heads, query length, key length)."""
+        batch, heads, rows, _ = self.q.get_size()
+        return batch, heads, self.k.get_size()[1], rows, self.k.get_size()[2]
+
+    def named(self) -> dict[str, Any]:
+        return {"Q": self.q, "K": self.k, "V": self.v, **{f"CAP{i}": t for i, t in enumerate(self.captures)}}
+
+
+def _realised(x: Any) -> Any:
+    """``x`` as a buffer or a strided view of one, its layout fixed; never copied for its strides."""
+    from torch._inductor import ir
+
+    x = ir.ExternKernel.realize_input(x)
+    x.freeze_layout()
+    return x
+
+
+def _sizevars() -> Any:
+    from torch._inductor.virtualized import V
+
+    return V.graph.sizevars
+
+
+def _number(x: Any) -> int | None:
+    """``x`` where it is a number, else None."""
+    import sympy
+
+    x = sympy.sympify(x)
+    return int(x) if x.is_Integer else None
+
+
+def _fits_int32(extent: Any) -> bool:
+    """Whether an offset fits int32: known, or true now and guarded."""
+    import sympy
+
+    number = _number(extent)
+    if number is not None:
+        return number <= _INT32
+    try:
+        return bool(_sizevars().evaluate_expr(sympy.Le(extent, _INT32)))
+    except Exception:  # a size without a hint cannot be guarded
+        return False
+
+
+def _descriptor_fits(x: Any) -> bool:
+    """Whether a tensor descriptor can read ``x`` [B, H, L, D]: as templates.direct.descriptor_fits, for IR nodes."""
+    from torch._inductor.virtualized import V
+
+    multiple = 16 // x.get_dtype().itemsize
+    known = _sizevars().statically_known_multiple_of
+    strides, offset = x.get_stride(), x.get_layout().offset
+    if not _sizevars().statically_known_equals(strides[3], 1):
+        return False
+    if x.get_name() in V.graph.unaligned_buffers:
+        return False
+    return all(known(s, multiple) for s in (*strides[:3], offset))
+
+
+def _problem(o: _Operands) -> Problem:
+    batch, heads, kv_heads, rows, cols = o.extents
+    sizevars = _sizevars()
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+
+    def capture(t: Any) -> CaptureInfo:
+        sizes = t.get_size()
+        covers = tuple(frozenset(n for n, e in extents.items() if sizevars.statically_known_leq(e, s)) for s in sizes)
+        return CaptureInfo(len(sizes), covers, tuple(_number(s) for s in sizes))
+
+    def span(t: Any) -> Any:
+        return sum(((n - 1) * s for n, s in zip(t.get_size(), t.get_stride(), strict=True)), start=0)
+
+    def tile_span(t: Any) -> Any:
+        return t.get_stride()[2] * _TILE_ROWS + t.get_stride()[3] * t.get_size()[3]
+
+    operands = [o.q, o.k, o.v, *o.others]
+    return Problem(
+        qk_dim=sizevars.guard_int(o.q.get_size()[3]),
+        v_dim=sizevars.guard_int(o.v.get_size()[3]),
+        group=sizevars.guard_int(heads) // sizevars.guard_int(kv_heads),
+        captures=tuple(capture(t) for t in o.captures),
+        wide_sizes=tuple(not (_fits_int32(s) and _fits_int32(-s)) for s in o.sizes),
+        wide_tile=not all(_fits_int32(tile_span(t)) for t in operands),
+        wide_captures=tuple(not _fits_int32(span(t)) for t in o.captures),
+        even_q=sizevars.statically_known_multiple_of(rows, 128),
+        even_kv=sizevars.statically_known_multiple_of(cols, 128),
+        precision=_float32_precision(),
+        rows=_number(rows),
+        cols=_number(cols),
+        sizes=tuple(_number(s) for s in o.sizes),
+        tma=all(_descriptor_fits(t) for t in operands),
+        element=o.q.get_dtype().itemsize,
+    )
+
+
+def _float32_precision() -> str:
+    """``tf32`` where torch.set_float32_matmul_precision allows it for matmuls, else ``ieee``."""
+    import torch
+
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    ieee = setting == "ieee" if setting != "none" else torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if ieee else "tf32"
+
+
+# ------------------------------------------------------------------------------------------------- Inductor templates
+def _grid(length: Any, heads: Any, *rest: Any, cdiv: Callable[[Any, Any], Any]) -> tuple[Any, int, int]:
+    """One program for each tile of each (batch, head); ``rest`` ends with the kernel's constants."""
+    return (cdiv(length, rest[-1]["GRID_BLOCK"]) * heads, 1, 1)
+
+
+@lru_cache(maxsize=1)
+def _template_class() -> type:
+    import sympy
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, TritonTemplateKernel
+
+    class AttentionKernel(TritonTemplateKernel):
+        """A template kernel that can also read the program's run-time sizes."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._register_extra_template_env_fns(self.program_size)
+
+        def program_size(self, index: int) -> str:
+            from torch._inductor.codegen.triton import texpr
+
+            return texpr(self.rename_indexing(sympy.sympify(self.call_sizes[_GRID_SIZES + index])))
+
+    class AttentionTemplate(TritonTemplate):
+        kernel_type = AttentionKernel
+
+        @staticmethod
+        @cache
+        def of(name: str, text: str) -> Any:
+            # Inductor keeps templates by name; the name holds a hash of the text, so equal programs share one.
+            return AttentionTemplate(name=name, grid=SymbolicGridFn(_grid), source=text)
+
+    return AttentionTemplate
+
+
+@dataclass
+class _Call:
+    """One kernel to choose a configuration for."""
+
+    which: str
+    render: Callable[[configs.TileConfig], KernelSource]
+    tensors: dict[str, Any]
+    layout: Any
+    grid: Callable[[configs.TileConfig], tuple[Any, Any, str]]
+    sizes: list[Any]
+
+
+def _choices(call: _Call, candidates: Sequence[configs.TileConfig], every: bool) -> tuple[list[Any], list[Any]]:
+    """(choices, input nodes). Only configurations that compile; the first one alone unless ``every``."""
+    choices: list[Any] = []
+    nodes: list[Any] = []
+    for config in candidates:
+        kernel = call.render(config)
+        length, heads, block = call.grid(config)
+        nodes = [call.tensors[a] for a in kernel.arguments]
+        made: list[Any] = []
+        _template_class().of(kernel.name, kernel.text).maybe_append_choice(
+            made,
+            input_nodes=nodes,
+            layout=call.layout,
+            mutated_inputs=[call.tensors[a] for a in kernel.outputs],
+            call_sizes=[length, heads, *call.sizes],
+            num_warps=kernel.num_warps,
+            num_stages=kernel.num_stages,
+            **kernel.constants,
+            GRID_BLOCK=kernel.constants[block],
+        )
+        if made and _compiles(call.which, made[0], config):
+            choices += made
+            if not every:
+                break
+    return choices, nodes
+
+
+def _compiles(which: str, choice: Any, config: configs.TileConfig) -> bool:
+    """Compile a choice now, so that what cannot run is left out instead of failing the whole model."""
+    try:
+        choice.precompile()
+    except Exception as e:
+        log.warning("%s kernel: configuration %s dropped: %s: %s", which, config, type(e).__name__, e)
+        return False
+    return True
+
+
+def _select(call: _Call, candidates: Sequence[configs.TileConfig]) -> Any | None:
+    """The output of the chosen kernel, None when no configuration compiles."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    every = bool(inductor_config.max_autotune)
+    choices, nodes = _choices(call, candidates, every)
+    if not choices:
+        log.warning("%s kernel: no configuration compiles, running the op's eager kernel", call.which)
+        return None
+    chosen = autotune_select_algorithm(
+        f"fa_inductor_{call.which}", choices, nodes, call.layout, return_multi_template=False
+    )
+    # torch 2.13 returns (node, choice), torch 2.11 the node.
+    return chosen[0] if isinstance(chosen, tuple) else chosen
+
+
+# ----------------------------------------------------------------------------------------------------------- lowerings
+def _fallback(op: Any, args: Sequence[Any], reason: str) -> Any:
+    from torch._inductor.lowering import fallback_handler
+
+    log.info("%s runs its eager kernel: %s", op, reason)
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def _request(o: _Operands, problem: Problem, **more: Any) -> select.Request:
+    import torch
+
+    capability = torch.cuda.get_device_capability(o.q.get_device())
+    dtype = str(o.q.get_dtype()).removeprefix("torch.")
+    return select.Request(
+        o.spec, dtype, problem.qk_dim, problem.v_dim, capability, problem.tma, **more
+    )  # fmt: skip
+
+
+def _refusal(op_device: Any, kernel: str, shapes: Sequence[Any]) -> str:
+    """Why an op is not lowered at all, "" where it may be."""
+    if kernel != "triton":
+        return f"kernel {kernel!r} was chosen"
+    if op_device.type != "cuda":
+        return f"operands are on {op_device.type}"
+    if any(_number(s) == 0 for s in shapes):
+        return "an operand is empty"
+    return ""
+
+
+def _strides(size: Sequence[Any], layout: str) -> list[Any]:
+    """Strides of a dense [B, H, L, D] stored in the order that ``layout`` names."""
+    _, h, length, d = size
+    if layout == "bmhd":
+        return [length * h * d, d, h * d, 1]
+    return [h * length * d, length * d, d, 1]
+
+
+def _layout(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: Any = None) -> Any:
+    from torch._inductor import ir
+
+    return ir.FixedLayout(like.get_device(), dtype or like.get_dtype(), list(size), stride and list(stride))
+
+
+def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: Any = None) -> Any:
+    from torch._inductor.lowering import empty_strided
+
+    made = empty_strided(list(size), stride, dtype=dtype or like.get_dtype(), device=like.get_device())
+    made.realize()
+    return made
+
+
+def _candidates(arch: int, problem: Problem, which: str, rows: int | None = None) -> list[configs.TileConfig]:
+    return configs.candidates(arch, problem.element, padded_dim(problem.qk_dim), padded_dim(problem.v_dim), which, rows)
+
+
+def _lower_forward(
+    q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str
+) -> Any:
+    import torch
+
+    from fa_inductor import ops
+    from fa_inductor.templates.forward import forward_kernel, packs_heads
+
+    args = (q, k, v, captures, sizes, program, kernel)
+    reason = _refusal(q.get_device(), kernel, [*q.get_size(), *k.get_size(), *v.get_size()])
+    if reason:
+        return _fallback(ops.flash_attention, args, reason)
+    spec = AttentionSpec.parse(program)
+    o = _Operands(_realised(q), _realised(k), _realised(v), [_realised(c) for c in captures], list(sizes), spec, [])
+    problem = _problem(o)
+    request = _request(o, problem)
+    answer = select.supports(request)
+    if isinstance(answer, select.Unsupported):
+        return _fallback(ops.flash_attention, args, answer.reason)
+    arch = select.architecture(request.capability)
+    assert arch is not None
+    batch, heads, kv_heads, rows, _ = o.extents
+    out_size = [batch, heads, rows, o.v.get_size()[3]]
+    lse = _empty(o.q, [batch, heads, rows], None, torch.float32)
+
+    def grid(config: configs.TileConfig) -> tuple[Any, Any, str]:
+        if packs_heads(problem, config):
+            return rows * problem.group, batch * kv_heads, "BLOCK_M"
+        return rows, batch * heads, "BLOCK_M"
+
+    call = _Call(
+        "forward",
+        lambda config: forward_kernel(spec, problem, config),
+        {**o.named(), "LSE": lse},
+        _layout(o.q, out_size, _strides(out_size, spec.layout)),
+        grid,
+        o.sizes,
+    )
+    packed_rows = None if problem.rows is None else problem.rows * problem.group
+    out = _select(call, _candidates(arch, problem, "forward", packed_rows))
+    return _fallback(ops.flash_attention, args, "no configuration compiles") if out is None else (out, lse)
+
+
+def _lower_backward(
+    grad_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    captures: Sequence[Any],
+    sizes: Sequence[Any],
+    program: str,
+    kernel: str,
+    needs_grad: Sequence[bool],
+) -> Any:
+    import torch
+
+    from fa_inductor import ops
+
+    args = (grad_out, q, k, v, out, lse, captures, sizes, program, kernel, needs_grad)
+    reason = _refusal(q.get_device(), kernel, [*q.get_size(), *k.get_size(), *v.get_size()])
+    if reason:
+        return _fallback(ops.flash_attention_backward, args, reason)
+    spec = AttentionSpec.parse(program)
+    do = _realised(grad_out)
+    o = _Operands(_realised(q), _realised(k), _realised(v), [_realised(c) for c in captures], list(sizes), spec, [do])
+    slots = tuple(i for i, need in enumerate(needs_grad[3:]) if need)
+    problem = _problem(o)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    request = _request(o, problem, grad_slots=slots, deterministic=deterministic, backward=True)
+    answer = select.supports(request)
+    if isinstance(answer, select.Unsupported):
+        return _fallback(ops.flash_attention_backward, args, answer.reason)
+    arch = select.architecture(request.capability)
+    assert arch is not None
+    grads = _backward_kernels(o, do, out, _realised(lse), problem, arch, slots, needs_grad)
+    if grads is None:
+        return _fallback(ops.flash_attention_backward, args, "no configuration compiles")
+    return grads
+
+
+def _backward_kernels(
+    o: _Operands,
+    do: Any,
+    out: Any,
+    lse: Any,
+    problem: Problem,
+    arch: int,
+    slots: tuple[int, ...],
+    needs_grad: Sequence[bool],
+) -> list[Any] | None:
+    """The gradients, None when one of the kernels cannot be compiled."""
+    import torch
+    from torch._inductor.lowering import lowerings, to_dtype
+
+    from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
+
+    aten, spec = torch.ops.aten, o.spec
+    batch, heads, kv_heads, rows, cols = o.extents
+    by_query, by_key = (rows, batch * heads, "BLOCK_M"), (cols, batch * kv_heads, "BLOCK_N")
+    tensors = {**o.named(), "DO": do, "LSE": lse}
+
+    def run(which: str, render: Callable[[configs.TileConfig], KernelSource], layout: Any, grid: Any) -> Any | None:
+        call = _Call(which, render, tensors, layout, lambda _: grid, o.sizes)
+        return _select(call, _candidates(arch, problem, which))
+
+    # Inductor fuses this reduction with whatever produced grad_out.
+    product = lowerings[aten.mul](to_dtype(out, torch.float32), to_dtype(do, torch.float32))
+    delta = lowerings[aten.sum](product, axis=[-1])
+    delta.realize()
+    tensors["DELTA"] = _realised(delta)
+    if is_wide(spec, problem):
+        tensors["ROW_LOG"] = _empty(o.q, [batch, heads, rows], None, torch.float32)
+        layout = _layout(o.q, [batch, heads, rows], None, torch.float32)
+        row_max = run("rows", lambda c: rows_kernel(spec, problem, c), layout, by_query)
+        if row_max is None:
+            return None
+        tensors["ROW_MAX"] = row_max
+
+    def dense(like: Any) -> tuple[list[Any], list[Any]]:
+        size = list(like.get_size())
+        return size, _strides(size, spec.layout)
+
+    empty = _empty(o.q, [0], None)
+    result: list[Any] = [empty] * len(needs_grad)
+    if needs_grad[1] or needs_grad[2]:
+        tensors["DV"] = _empty(o.v, *dense(o.v))
+        dk = run("dkdv", lambda c: dkdv_kernel(spec, problem, c), _layout(o.k, *dense(o.k)), by_key)
+        if dk is None:
+            return None
+        result[1], result[2] = (dk if needs_grad[1] else empty), (tensors["DV"] if needs_grad[2] else empty)
+    if needs_grad[0] or slots:
+        for s in slots:
+            tensors[f"GRAD{s}"] = _zeros(o.captures[s])
+        dq = run("dq", lambda c: dq_kernel(spec, problem, c, slots), _layout(o.q, *dense(o.q)), by_query)
+        if dq is None:
+            return None
+        if needs_grad[0]:
+            result[0] = dq
+        for s in slots:
+            result[3 + s] = to_dtype(tensors[f"GRAD{s}"], o.captures[s].get_dtype())
+    return result
+
+
+def _zeros(like: Any) -> Any:
+    """A zeroed contiguous float32 buffer of ``like``'s shape, for a kernel to add into."""
+    import torch
+    from torch._inductor.lowering import lowerings
+
+    made = lowerings[torch.ops.aten.full](
+        list(like.get_size()), 0.0, dtype=torch.float32, layout=None, device=like.get_device(), pin_memory=False
+    )
+    made.realize()
+    return made

@@ -1,0 +1,112 @@
+"""Which template runs a program on a device, and why one does not.
+
+Order: the architecture's specialised form, the general form, decline. :func:`supports` is asked before a graph is
+rewritten and again when the op is lowered; its reasons are what the report shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa_inductor.expr import Load
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.backward import is_unique
+from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
+
+#: Architectures with configurations; a device uses the newest one that is not newer than itself.
+ARCHITECTURES = (80, 90, 100)
+MAX_HEAD_DIM = 512
+#: Program operands that the kernels read, by torch name.
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Supported:
+    """``template`` names what will run, for the report."""
+
+    template: str
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Why no template runs the program."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention to run.
+
+    Attributes:
+        spec: the program.
+        dtype: of q, k and v, by torch name (``bfloat16``).
+        qk_dim, v_dim: head dims.
+        capability: CUDA compute capability.
+        tma: whether strides allow tensor descriptors; None where it is not known yet.
+        grad_slots: captures whose gradient is wanted.
+        deterministic: whether torch.use_deterministic_algorithms is on.
+        backward: whether the backward pass is asked for.
+    """
+
+    spec: AttentionSpec
+    dtype: str
+    qk_dim: int
+    v_dim: int
+    capability: tuple[int, int]
+    tma: bool | None = None
+    grad_slots: tuple[int, ...] = ()
+    deterministic: bool = False
+    backward: bool = False
+
+
+def architecture(capability: tuple[int, int]) -> int | None:
+    """The entry of :data:`ARCHITECTURES` that serves a compute capability, None where none does."""
+    number = capability[0] * 10 + capability[1]
+    # sm_12x is a different line from sm_10x: it has no tensor memory, and runs the sm_80 forms.
+    if number >= 120:
+        return 80
+    fitting = [a for a in ARCHITECTURES if a <= number]
+    return fitting[-1] if fitting else None
+
+
+def supports(request: Request) -> Supported | Unsupported:
+    """Ask every template in order."""
+    arch = architecture(request.capability)
+    if arch is None:
+        major, minor = request.capability
+        return Unsupported(f"compute capability {major}.{minor} is older than 8.0, which the templates need")
+    general = _general(request)
+    if isinstance(general, Unsupported):
+        return general
+    if arch >= 90 and request.tma is not False and request.dtype != "float32":
+        return Supported(f"sm{arch}-tma")
+    return Supported(f"sm{arch}-pointer")
+
+
+def _general(request: Request) -> Supported | Unsupported:
+    """The template common/forward.py.jinja and its backward companions."""
+    if request.dtype not in DTYPES:
+        return Unsupported(f"operands are {request.dtype}; the templates take {', '.join(DTYPES)}")
+    for name, dim in (("query and key", request.qk_dim), ("value", request.v_dim)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            return Unsupported(f"the head_dim of {name} is {dim}; the templates take 1 to {MAX_HEAD_DIM}")
+    try:
+        printer = ScorePrinter()
+        for e in request.spec.expressions:
+            printer.emit(e)
+    except Unprintable as e:
+        return Unsupported(f"the score program has no Triton form: {e}")
+    if request.backward:
+        return _backward(request)
+    return Supported("general")
+
+
+def _backward(request: Request) -> Supported | Unsupported:
+    loads = tuple(n for n in request.spec.loads() if isinstance(n, Load))
+    atomic = [n for n in loads if n.slot in request.grad_slots and not is_unique(n, loads)]
+    if request.deterministic and atomic:
+        return Unsupported(
+            f"torch.use_deterministic_algorithms(True) and the gradient of {atomic[0]} is summed with atomics"
+        )
+    return Supported("general")
