@@ -191,18 +191,38 @@ def _gather(t: Tensor, index: list[Tensor]) -> Tensor:
     return torch.where(inside, t[clamped], torch.zeros((), dtype=t.dtype, device=t.device))
 
 
-def logits_and_sinks(
-    q: Tensor, k: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], spec: AttentionSpec, dtype: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """The logits [B, Hq, M, N] and each sink [B, Hq, M, 1] of a spec, in ``dtype``."""
-    batch, heads, rows, _ = q.shape
-    kv_heads, cols = k.shape[1], k.shape[2]
-    group = heads // kv_heads if kv_heads else 1
-    score = q.to(dtype).unflatten(1, (kv_heads, group)) @ k.to(dtype).unsqueeze(2).mT
-    score = score.flatten(1, 2)
-    env = Env.full((batch, heads, rows, cols), captures, sizes, q.device, dtype, score)
-    logits = evaluate(spec.score, env).expand(batch, heads, rows, cols)
-    return logits, [evaluate(s, env).expand(batch, heads, rows, 1) for s in spec.sinks]
+def raw_scores(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """q . k for every query and key in ``dtype``: q [B, Hq, M, D], k [B, Hkv, N, D] -> [B, Hq, M, N]."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    grouped = q.to(dtype).unflatten(1, (kv_heads, heads // kv_heads if kv_heads else 1))
+    return (grouped @ k.to(dtype).unsqueeze(2).mT).flatten(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, env: Env, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Dense attention over the block that ``env`` describes, whose score is filled in here.
+
+    q [b, Hq, m, Dqk], k [b, Hkv, n, Dqk] and v [b, Hkv, n, Dv] are the block's own; returns out [b, Hq, m, Dv] in
+    ``env.dtype`` and lse [b, Hq, m] float32.
+    """
+    heads, kv_heads, cols = q.shape[1], k.shape[1], k.shape[2]
+    env.score = raw_scores(q, k, env.dtype)
+    shape = env.score.shape
+    logits = evaluate(spec.score, env).expand(shape)
+    sinks = [evaluate(s, env).expand(*shape[:3], 1) for s in spec.sinks]
+    row = torch.cat([logits, *sinks], dim=-1) if sinks else logits
+    lse = torch.logsumexp(row.detach(), dim=-1).to(torch.float32)
+    if spec.dead_rows == "zero":
+        # Masked before and after, so that neither the value nor the gradient of such a row is NaN.
+        dead = (row == -torch.inf).all(dim=-1, keepdim=True)
+        probs = torch.softmax(row.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+    else:
+        probs = torch.softmax(row, dim=-1)
+    probs = probs[..., :cols]
+    if spec.dropout_p:
+        keep = keep_mask(env.captures[spec.seed_slot], spec.dropout_p, tuple(shape))
+        probs = probs * keep * (1.0 / (1.0 - spec.dropout_p))
+    grouped = probs.unflatten(1, (kv_heads, heads // kv_heads if kv_heads else 1))
+    return (grouped @ v.to(env.dtype).unsqueeze(2)).flatten(1, 2), lse
 
 
 def attention(
@@ -227,24 +247,9 @@ def attention(
         logarithm of the softmax's denominator, sinks included, before dropout; -inf where every logit is.
     """
     dtype = compute_dtype or compute_dtype_of(q.dtype)
-    batch, heads, rows, _ = q.shape
-    kv_heads, cols = k.shape[1], k.shape[2]
-    group = heads // kv_heads if kv_heads else 1
-    logits, sinks = logits_and_sinks(q, k, captures, sizes, spec, dtype)
-    row = torch.cat([logits, *sinks], dim=-1) if sinks else logits
-    lse = torch.logsumexp(row.detach(), dim=-1).to(torch.float32)
-    if spec.dead_rows == "zero":
-        # Masked before and after, so that neither the value nor the gradient of such a row is NaN.
-        dead = (row == -torch.inf).all(dim=-1, keepdim=True)
-        probs = torch.softmax(row.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
-    else:
-        probs = torch.softmax(row, dim=-1)
-    probs = probs[..., :cols]
-    if spec.dropout_p:
-        keep = keep_mask(captures[spec.seed_slot], spec.dropout_p, (batch, heads, rows, cols))
-        probs = probs * keep * (1.0 / (1.0 - spec.dropout_p))
-    out = probs.unflatten(1, (kv_heads, group)) @ v.to(dtype).unsqueeze(2)
-    return with_layout(out.flatten(1, 2).to(v.dtype), spec.layout), lse
+    env = Env.full((*q.shape[:3], k.shape[2]), captures, sizes, q.device, dtype)
+    out, lse = attend(q, k, v, env, spec)
+    return with_layout(out.to(v.dtype), spec.layout), lse
 
 
 def with_layout(out: Tensor, layout: str) -> Tensor:
