@@ -38,13 +38,18 @@ class Standalone:
     scalars: tuple[tuple[str, str, int], ...]
 
 
+#: Values of sizes and strides: ((tensor or "", "size" | "stride", dimension), value), ...
+Known = tuple[tuple[tuple[str, str, int], int], ...]
+
+
 class _Hooks:
-    def __init__(self, kernel: KernelSource) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: KernelSource, known: Known) -> None:
+        self.kernel, self.known = kernel, dict(known)
         self.scalars: dict[tuple[str, str, int], str] = {}
-        self.renamed: tuple[str, ...] = ()
 
     def _scalar(self, name: str, what: str, dim: int) -> str:
+        if (name, what, dim) in self.known:
+            return str(self.known[name, what, dim])
         return self.scalars.setdefault((name, what, dim), f"{name or 'PROGRAM'}_{what}{dim}")
 
     def def_kernel(self, *names: str) -> str:
@@ -70,11 +75,11 @@ class _Hooks:
 
 
 @lru_cache(maxsize=512)
-def complete(kernel: KernelSource) -> Standalone:
-    """Fill in the hooks of a rendered kernel."""
+def complete(kernel: KernelSource, known: Known = ()) -> Standalone:
+    """Fill in the hooks of a rendered kernel. Sizes and strides in ``known`` become numbers in the text."""
     import jinja2
 
-    hooks = _Hooks(kernel)
+    hooks = _Hooks(kernel, known)
     names = ("def_kernel", "size", "stride", "program_size", "store_output")
     body = jinja2.Template(kernel.text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(
         {n: getattr(hooks, n) for n in names}
@@ -92,9 +97,9 @@ def _folder() -> str:
 
 
 @lru_cache(maxsize=512)
-def load(kernel: KernelSource) -> tuple[Any, Standalone]:
+def load(kernel: KernelSource, known: Known = ()) -> tuple[Any, Standalone]:
     """The jitted function of a kernel. Triton reads a kernel's source from its file, so one is written."""
-    standalone = complete(kernel)
+    standalone = complete(kernel, known)
     # The constants are part of the module's text but not of the kernel's name.
     path = Path(_folder()) / f"{kernel.name}_{abs(hash(standalone.source)):x}.py"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -108,31 +113,40 @@ def load(kernel: KernelSource) -> tuple[Any, Standalone]:
     return getattr(module, kernel.name), standalone
 
 
-def arguments(standalone: Standalone, tensors: dict[str, Any], out: Any, sizes: Sequence[int] = ()) -> list[Any]:
-    """The positional arguments of a launch: the tensors by name, the main output, then sizes and strides."""
-    values: list[Any] = [tensors[n] for n in standalone.kernel.arguments]
-    values.append(out)
+def _value(tensors: dict[str, Any], sizes: Sequence[int], scalar: tuple[str, str, int]) -> int:
+    name, what, dim = scalar
+    if not name:
+        return sizes[dim]
+    return int(tensors[name].shape[dim] if what == "size" else tensors[name].stride(dim))
+
+
+def prepare(
+    kernel: KernelSource, tensors: dict[str, Any], out: Any, sizes: Sequence[int] = (), fixed: bool = False
+) -> tuple[Any, list[Any]]:
+    """(jitted function, positional arguments) of a launch.
+
+    ``fixed``: sizes and strides are numbers in the kernel's text, as they are where Inductor knows them; otherwise they
+    are arguments, as under dynamic shapes.
+    """
     everything = {**tensors, OUTPUT: out}
-    for name, what, dim in standalone.scalars:
-        if not name:
-            values.append(sizes[dim])
-        elif what == "size":
-            values.append(everything[name].shape[dim])
-        else:
-            values.append(everything[name].stride(dim))
-    return values
+    known: Known = ()
+    if fixed:
+        known = tuple((s, _value(everything, sizes, s)) for s in complete(kernel).scalars)
+    function, standalone = load(kernel, known)
+    values: list[Any] = [tensors[n] for n in kernel.arguments]
+    return function, [*values, out, *(_value(everything, sizes, s) for s in standalone.scalars)]
 
 
 def launch(
-    kernel: KernelSource, grid: int, tensors: dict[str, Any], out: Any, sizes: Sequence[int] = (), **options: Any
+    kernel: KernelSource,
+    grid: int,
+    tensors: dict[str, Any],
+    out: Any,
+    sizes: Sequence[int] = (),
+    fixed: bool = False,
+    **options: Any,
 ) -> None:
     """Run a kernel. ``grid`` programs; ``out`` is written, and so are the tensors named by ``kernel.outputs``."""
-    if grid <= 0:
-        return
-    function, standalone = load(kernel)
-    function[(grid,)](
-        *arguments(standalone, tensors, out, sizes),
-        num_warps=kernel.num_warps,
-        num_stages=kernel.num_stages,
-        **options,
-    )
+    if grid > 0:
+        function, values = prepare(kernel, tensors, out, sizes, fixed)
+        function[(grid,)](*values, num_warps=kernel.num_warps, num_stages=kernel.num_stages, **options)

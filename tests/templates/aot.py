@@ -24,7 +24,8 @@ SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
 
 _INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
-    "tcgen05": r"tcgen05\.mma", "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared", "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
+    "tcgen05": r"tcgen05\.mma", "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
+    "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
 }  # fmt: skip
 
 

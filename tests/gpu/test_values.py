@@ -1,0 +1,113 @@
+"""Values and gradients of the kernels on the GPU, against float64, for every program family, dtype and shape class.
+
+Bound: the error is at most twice that of eager code of the same precision (both matmuls and P in the operands' dtype),
+plus one rounding of the result.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa_inductor.templates import configs, direct, select
+from fa_inductor.templates.rendering import padded_dim
+from tests.templates import families
+from tests.templates.families import FAMILIES, Family, Operands
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAUSAL = "attention(score=where(q_idx >= kv_idx, score * 0.125, -inf))"
+
+SHAPES = [
+    *(Family(f"d{d}", CAUSAL, (1, 2, 1, 200, 200, d, d)) for d in (1, 8, 40, 64, 72, 96, 128, 160, 192, 256, 320, 512)),
+    *(Family(f"gqa{g}", CAUSAL, (2, 16, 16 // g, 130, 130, 64, 64)) for g in (1, 2, 4, 8, 16)),
+    Family("d192_v128", CAUSAL, (1, 4, 2, 190, 190, 192, 128)),
+    Family("d64_v256", CAUSAL, (1, 4, 2, 190, 190, 64, 256)),
+    Family("decode", "attention(score=score * 0.125)", (4, 16, 4, 1, 777, 128, 128)),
+    Family("few_queries", "attention(score=score * 0.125)", (2, 8, 2, 7, 333, 128, 128)),
+    Family("long", CAUSAL, (1, 2, 1, 1000, 1111, 128, 128)),
+    Family("even_long", CAUSAL, (2, 4, 2, 1024, 1024, 128, 128), layout="bmhd"),
+    Family("packed_long", CAUSAL, (2, 4, 4, 640, 640, 64, 64), layout="packed"),
+]
+
+
+def tiles(o: Operands, arch: int, index: int = 0) -> direct.Configs:
+    """The configurations that selection takes for these operands, the ``index``-th of each row."""
+    dims = padded_dim(o.q.shape[3]), padded_dim(o.v.shape[3])
+    rows = o.q.shape[2] * (o.q.shape[1] // o.k.shape[1])
+
+    def pick(which: str) -> configs.TileConfig:
+        found = configs.candidates(arch, o.q.element_size(), *dims, which, rows if which == "forward" else None)
+        return found[min(index, len(found) - 1)]
+
+    return direct.Configs(*(pick(w) for w in configs.PASSES))
+
+
+def check(family: Family, dtype: torch.dtype, index: int = 0, arch: int | None = None) -> None:
+    o = families.draw(family, dtype, "cuda")
+    spec = family.spec()
+    options = {}
+    if arch is None:
+        arch = select.architecture(torch.cuda.get_device_capability())
+        assert arch is not None
+    else:
+        options["arch"] = f"sm{arch}"
+    tile = tiles(o, arch, index)
+    out, lse = direct.forward(o.q, o.k, o.v, o.captures, family.sizes, spec, tile, **options)
+    grads = direct.backward(
+        o.grad_out, o.q, o.k, o.v, out, lse, o.captures, family.sizes, spec, o.needs_grad, tile, **options
+    )
+    true_out, true_lse, true_grads = families.truth(o, family)
+    eager_out, eager_grads = families.eager(o, spec, family.sizes)
+    assert families.error(lse, true_lse) < 2e-3
+    rounding = 2.0 * torch.finfo(dtype).eps
+    compared = [("out", out, eager_out, true_out)]
+    compared += list(zip(families.names(o), grads, eager_grads, true_grads, strict=True))
+    for name, ours, eager, true in compared:
+        if ours is None or true is None or eager is None:
+            continue
+        allowed = 2.0 * families.error(eager, true) + rounding
+        assert families.error(ours, true) <= allowed, (name, families.error(ours, true), allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_family(family: Family, dtype: torch.dtype) -> None:
+    check(family, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("family", SHAPES, ids=lambda f: f.name)
+def test_shape(family: Family, dtype: torch.dtype) -> None:
+    check(family, dtype)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "softcap_bias", "dead_1e9", "dropout", "sinks_window"])
+def test_every_candidate(name: str, index: int) -> None:
+    """The configurations that only max-autotune or a failing first choice would take."""
+    for d in (64, 128, 256):
+        family = families.BY_NAME[name]
+        b, h, hkv, m, n, _, _ = family.shape
+        check(family.with_shape(b, h, hkv, m, n, d, d), torch.bfloat16, index)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SHAPES[:3]], ids=lambda f: f.name)
+def test_sm80_form(family: Family) -> None:
+    """The sm_80 configurations compiled for sm_80 (mma.sync, cp.async) and run on the GPU at hand."""
+    check(family, torch.bfloat16, arch=80)
+
+
+def test_strides_past_int32() -> None:
+    family = Family("wide", CAUSAL, (2, 2, 1, 300, 300, 64, 64))
+    o = families.draw(family, torch.bfloat16, "cuda")
+    backing = torch.empty(2**31 + 2**27, dtype=torch.bfloat16, device="cuda")
+    far = backing.as_strided((2, 1, 300, 64), (2**20, 64, 7_300_000, 1))
+    far.copy_(o.k)
+    o.k = far
+    tile = tiles(o, 90)
+    out, _ = direct.forward(o.q, o.k, o.v, [], (), family.spec(), tile)
+    true_out, _, _ = families.truth(o, family)
+    eager_out, _ = families.eager(o, family.spec(), ())
+    assert families.error(out, true_out) <= 2 * families.error(eager_out, true_out) + 0.01

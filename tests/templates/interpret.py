@@ -1,0 +1,44 @@
+"""Run families through the kernels in Triton's interpreter and print their errors as JSON, one line a family.
+
+A program of its own because TRITON_INTERPRET must be set before triton is first imported.
+Arguments: dtype, then family names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+warnings.filterwarnings("ignore", category=RuntimeWarning)
+
+import torch  # noqa: E402
+
+from fa_inductor.templates import direct  # noqa: E402
+from fa_inductor.templates.configs import TileConfig  # noqa: E402
+from tests.templates import families  # noqa: E402
+
+
+def run(name: str, dtype: torch.dtype) -> dict[str, float]:
+    family = families.BY_NAME[name]
+    spec, sizes = family.spec(), family.sizes
+    o = families.draw(family, dtype, "cpu")
+    tile = TileConfig(32, 16, 4, 1)
+    configs = direct.Configs(tile, TileConfig(16, 32, 4, 1), tile, tile)
+    out, lse = direct.forward(o.q, o.k, o.v, o.captures, sizes, spec, configs)
+    grads = direct.backward(
+        o.grad_out, o.q, o.k, o.v, out, lse, o.captures, sizes, spec, o.needs_grad, configs
+    )  # fmt: skip
+    true_out, true_lse, true_grads = families.truth(o, family)
+    result = {"out": families.error(out, true_out), "lse": families.error(lse, true_lse.float())}
+    for n, g, t in zip(families.names(o), grads, true_grads, strict=True):
+        if g is not None and t is not None:
+            result[n] = families.error(g, t)
+    return result
+
+
+if __name__ == "__main__":
+    for family_name in sys.argv[2:]:
+        print(json.dumps({"name": family_name, "errors": run(family_name, getattr(torch, sys.argv[1]))}), flush=True)
