@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
-import os
+import itertools
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from . import __version__, _checkout, _compat
 from .config import ENV_SWITCH, Options
 from .errors import FaInductorError
-from .report import FusionReport, collecting, tabulate
+from .report import SiteReport, tabulate
 
 Row = tuple[str, str]
 
@@ -86,6 +86,78 @@ def devices() -> list[Row]:
     return rows
 
 
+LENGTH, HEADS, HEAD_DIM = 1024, 4, 64
+
+
+def sample_forms() -> dict[str, Callable[..., torch.Tensor]]:
+    """Common forms, functions of q, k, v, each [1, HEADS, LENGTH, HEAD_DIM] (GQA takes half of the k and v heads)."""
+
+    def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q @ k.transpose(-2, -1) * HEAD_DIM**-0.5
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(scores(q, k), -1) @ v
+
+    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        return torch.softmax(scores(q, k).masked_fill(~keep, float("-inf")), -1) @ v
+
+    def window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(q.shape[-2], device=q.device)
+        distance = index[:, None] - index
+        keep = (distance >= 0) & (distance < 256)
+        return torch.softmax(scores(q, k).masked_fill(~keep, float("-inf")), -1) @ v
+
+    def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (t[:, : HEADS // 2].repeat_interleave(2, dim=1) for t in (k, v))
+        return torch.softmax(scores(q, k), -1) @ v
+
+    def softcap(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(30.0 * torch.tanh(scores(q, k) / 30.0), -1) @ v
+
+    def dropout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.softmax(scores(q, k), -1), 0.1) @ v
+
+    forms = {"plain": plain, "causal": causal, "sliding window": window, "grouped heads (GQA)": grouped}
+    return {**forms, "softcap": softcap, "dropout": dropout}
+
+
+def kernels(device: str) -> list[list[str]]:
+    """[dtype, form, training, kernel or reason] of the sample forms on a device, as the graph pass decides them there.
+
+    The pass runs as in a real compile, up to Inductor: nothing is generated, so this takes seconds.
+    """
+    from .graph_pass import AttentionPass
+
+    options = Options.from_user()[0]
+    rows = []
+    dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+    for dtype, training in itertools.product(dtypes, (False, True)):
+        for name, form in sample_forms().items():
+            sites: list[SiteReport] = []
+
+            def decide(gm: Any, inputs: Any, sites: list[SiteReport] = sites) -> Callable[..., Any]:
+                unchanged = copy.deepcopy(gm)
+                sites += AttentionPass(options)(gm).sites
+                return unchanged
+
+            torch._dynamo.reset()
+            shape = (1, HEADS, LENGTH, HEAD_DIM)
+            q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=training) for _ in range(3))
+            torch.compile(form, backend=decide)(q, k, v)
+            answers = {f"{site.template or site.status}{': ' if site.reason else ''}{site.reason}" for site in sites}
+            rows.append(
+                [
+                    str(dtype).removeprefix("torch."),
+                    name,
+                    "yes" if training else "no",
+                    "; ".join(sorted(answers)) or "not recognised",
+                ]
+            )
+    torch._dynamo.reset()
+    return rows
+
+
 def caches() -> list[Row]:
     """Where Inductor keeps compiled graphs, how much lies there, and which caches are on."""
     import torch._functorch.config as functorch_config
@@ -109,4 +181,16 @@ def doctor() -> str:
     for section in (versions, backend, devices, caches):
         rows += section()
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+    text = "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+    for device in ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]:
+        text += f"\n\nKernels on {device}, {HEADS} heads, {LENGTH} tokens, head_dim {HEAD_DIM}\n"
+        text += tabulate(_merged(kernels(device)), ["dtype", "form", "training", "kernel or reason"])
+    return text
+
+
+def _merged(rows: list[list[str]]) -> list[list[str]]:
+    """Rows that differ in their dtype only become one row."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for dtype, *rest in rows:
+        found.setdefault(tuple(rest), []).append(dtype)
+    return [[", ".join(dtypes), *rest] for rest, dtypes in found.items()]

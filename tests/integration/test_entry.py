@@ -213,6 +213,9 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert f"torch        {torch.__version__}" in text
     assert '"fa_inductor" is registered: fa_inductor.backend.fa_inductor' in text
     assert "enabled      yes" in text
+    table = text[text.index("Kernels on cpu") :]
+    assert {"plain", "causal", "softcap", "dropout"} <= set(table.split())
+    assert "not recognised" not in table
     monkeypatch.setenv("FA_INDUCTOR", "0")
     monkeypatch.setenv("FA_INDUCTOR_STRICT", "1")
     assert main(["doctor"]) == 0
