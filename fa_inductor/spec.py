@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import FLOAT, KV_IDX, SCORE, Expr, Load, from_ast, to_text
@@ -44,7 +45,9 @@ class AttentionSpec:
             if s.kind != FLOAT or s.depends_on(SCORE, KV_IDX):
                 raise ProgramError(f"a sink must be a float expression without score and kv_idx, got {s}")
         if not 0.0 <= self.dropout_p < 1.0 or (self.dropout_p > 0) != (self.seed_slot >= 0):
-            raise ProgramError(f"dropout_p {self.dropout_p} with seed_slot {self.seed_slot}: need 0 <= p < 1, a slot iff p > 0")
+            raise ProgramError(
+                f"dropout_p {self.dropout_p} with seed_slot {self.seed_slot}: need 0 <= p < 1, a slot iff p > 0"
+            )
         if self.dead_rows not in DEAD_ROWS or self.layout not in LAYOUTS:
             raise ProgramError(f"dead_rows {self.dead_rows!r} or layout {self.layout!r} unknown")
 
@@ -70,7 +73,12 @@ class AttentionSpec:
             tree = ast.parse(text, mode="eval").body
         except SyntaxError as e:
             raise ProgramError(f"cannot parse program {text[:200]!r}: {e}") from e
-        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "attention" and not tree.args):
+        if not (
+            isinstance(tree, ast.Call)
+            and isinstance(tree.func, ast.Name)
+            and tree.func.id == "attention"
+            and not tree.args
+        ):
             raise ProgramError(f"a program has the form attention(score=..., ...), got {text[:200]!r}")
         kw: dict = {}
         for k in tree.keywords:
@@ -79,9 +87,9 @@ class AttentionSpec:
             elif k.arg == "sinks" and isinstance(k.value, ast.List):
                 kw["sinks"] = tuple(from_ast(e) for e in k.value.elts)
             elif k.arg == "dropout":
-                kw["dropout_p"], kw["seed_slot"] = ast.literal_eval(k.value)
+                kw["dropout_p"], kw["seed_slot"] = _literal(k.value, tuple)
             elif k.arg in ("dead_rows", "layout"):
-                kw[k.arg] = ast.literal_eval(k.value)
+                kw[k.arg] = _literal(k.value, str)
             else:
                 raise ProgramError(f"unknown field {k.arg!r} in program {text[:200]!r}")
         return AttentionSpec(**kw)
@@ -94,6 +102,17 @@ class AttentionSpec:
         """Every distinct captured load, by slot."""
         found = {n for e in self.expressions for n in e.walk() if isinstance(n, Load)}
         return sorted(found, key=lambda n: (n.slot, str(n)))
+
+
+def _literal(node: ast.AST, kind: type) -> Any:
+    """The Python literal at ``node``; raises :class:`ProgramError` when there is none of that type."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind) or (isinstance(value, tuple) and len(value) != 2):
+        raise ProgramError(f"expected a {kind.__name__} in a program, got {ast.unparse(node)[:80]}")
+    return value
 
 
 @dataclass(frozen=True)
