@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -163,3 +164,12 @@ def test_describe_lists_every_option() -> None:
     rows = Options.describe()
     assert [row[0] for row in rows] == [f.name for f in dataclasses.fields(Options)]
     assert all(variable == "FA_INDUCTOR_" + name.upper() and text for name, _, variable, text in rows)
+
+
+def test_readme_lists_every_option() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    for name, default, variable, _ in Options.describe():
+        (row,) = [line for line in readme.splitlines() if line.startswith(f"| `{name}` |")]
+        shown = f'"{default}"' if isinstance(default, str) else str(default)
+        assert f"| `{shown}` |" in row
+        assert f"`{variable}`" in row or name == "enabled"
