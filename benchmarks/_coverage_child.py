@@ -84,7 +84,7 @@ def backend_of(side: str) -> tuple[Callable[..., Any], Callable[[], int | None]]
         return (lambda gm, inputs: compile_fx(gm, inputs, inner_compile=run_eagerly)), lambda: None
     from fa_inductor import testing
 
-    return testing.make()
+    return testing.make(inner_compile=run_eagerly)
 
 
 @dataclass

@@ -77,11 +77,16 @@ def run(names: list[str], options: argparse.Namespace) -> list[Row]:
     scratch = Path(options.json).with_suffix(".rows")
     scratch.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    waiting, running, done, started = list(names), {}, 0, time.monotonic()
+    waiting, running, started = list(names), {}, time.monotonic()
+    if options.resume:
+        kept = {name: path for name in names if (path := scratch / f"{name}.json").exists()}
+        rows = [row for path in kept.values() for row in json.loads(path.read_text())]
+        waiting = [name for name in names if name not in kept]
+    done = len(names) - len(waiting)
     while waiting or running:
         while waiting and len(running) < options.jobs:
             name = waiting.pop(0)
-            path = scratch / f"{name}.json"
+            path = scratch / f"{name}.part"
             path.unlink(missing_ok=True)
             arguments = (name, options.modes, options.dtypes, options.sides, path, not options.verbose)
             process = context.Process(target=child, args=arguments)
@@ -101,10 +106,13 @@ def run(names: list[str], options: argparse.Namespace) -> list[Row]:
             found = json.loads(path.read_text()) if path.exists() else []
             found += lost(name, options.sides, status) if status else []
             path.unlink(missing_ok=True)
+            path.with_suffix(".json").write_text(json.dumps(found))
             rows += found
             done += 1
             del running[name]
             print(f"[{done}/{len(names)} {time.monotonic() - started:4.0f}s] {name}: {one_line(found)}", flush=True)
+    for name in names:
+        (scratch / f"{name}.json").unlink(missing_ok=True)
     scratch.rmdir()
     return rows
 
@@ -184,7 +192,7 @@ def summary(rows: list[Row]) -> str:
     left = []
     for row in rows:
         total = seen.get((row["model"], row["mode"], row["dtype"]), 0)
-        if row["side"] == "fa_inductor" and row["kind"] == "pos" and row.get("fused", total) < total:
+        if row["side"] == "fa_inductor" and row["kind"] in ("pos", "sdpa") and row.get("fused", total) < total:
             reasons = sorted({entry["reason"] for entry in row.get("declined", []) if entry["reason"]})
             left.append([row["model"], row["mode"], row["dtype"], f"{row['fused']}/{total}", "; ".join(reasons)[:160]])
     if "fa_inductor" in sides:
@@ -218,6 +226,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--timeout", type=float, default=600, help="seconds a model, all its runs together")
     parser.add_argument("--json", default=str(_common.RESULTS / "coverage.json"))
+    parser.add_argument(
+        "--resume", action="store_true", help="continue a run that was stopped, from the rows beside --json"
+    )
     parser.add_argument("--reuse", metavar="JSON", help="take the rows of sides and models not run now from this file")
     parser.add_argument("--show", metavar="JSON", help="print the tables of an earlier run, measure nothing")
     parser.add_argument("--list", action="store_true")

@@ -90,16 +90,12 @@ add(
 )
 
 
-class Translator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Transformer(WIDTH, HEADS, 1, 1, 96, batch_first=True)
-
-    def forward(self, source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-        return self.inner(source, target, tgt_mask=mask)
-
-
-add("transformer", lambda: (Translator(), x(), x(), causal()), kind="sdpa", sites=3)
+add(
+    "decoder_stack",
+    lambda: (nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, HEADS, 96, batch_first=True), 2), x(), x()),
+    kind="sdpa",
+    sites=4,
+)
 
 
 def _operands(kv_heads: int = HEADS, keys: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
