@@ -64,6 +64,7 @@ class Case:
 
         from fa_inductor.templates import direct
 
+        direct.set_allocator(torch.device("cuda"))
         self.which, self.dim = which, dim
         self.spec = AttentionSpec.parse(PROGRAMS[program].format(scale=dim**-0.5))
         heads, batch = HIDDEN // dim, TOKENS // LENGTH

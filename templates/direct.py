@@ -96,6 +96,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as the op gives them. ``options`` go to the launch (``arch="sm80"``)."""
     problem = problem_of(q, k, v, captures, sizes)
+    set_allocator(q.device)
     kernel = forward_kernel(spec, problem, configs.forward)
     batch, heads, rows, _ = q.shape
     out = _empty(q, (batch, heads, rows, v.shape[3]), spec.layout)
@@ -122,6 +123,7 @@ def backward(
     **options: Any,
 ) -> list[Tensor | None]:
     """Gradients of (q, k, v, *captures) where ``needs_grad``, else None. dQ, dK, dV in ``spec.layout``."""
+    set_allocator(q.device)
     problem = problem_of(q, k, v, captures, sizes, [grad_out])
     batch, heads, rows, _ = q.shape
     tensors = {"Q": q, "K": k, "V": v, "DO": grad_out, "LSE": lse, **_named(captures)}
@@ -151,6 +153,14 @@ def backward(
         for s, t in buffers.items():
             grads[3 + s] = t.to(captures[s].dtype)
     return grads
+
+
+def set_allocator(device: torch.device) -> None:
+    """Tensor descriptors made inside a kernel live in scratch memory that Triton asks for."""
+    if device.type == "cuda":
+        import triton
+
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
 def _named(captures: Sequence[Tensor]) -> dict[str, Tensor]:

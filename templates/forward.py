@@ -41,9 +41,15 @@ def sink_lines(printer: ScorePrinter, spec: AttentionSpec, unit: float) -> None:
         printer.lines.append(f"sink{i} = {block} * {float_literal(unit)}")
 
 
+#: Rows of the tallest tile that holds the queries of a whole group.
+PACKED_ROWS = 64
+
+
 def packs_heads(problem: Problem, config: TileConfig) -> bool:
     """Whether one tile holds the queries of every head of a group: few queries then read K and V once a group."""
-    return problem.rows is not None and problem.group > 1 and problem.rows * 2 <= config.block_m
+    if problem.rows is None or problem.group == 1:
+        return False
+    return problem.rows * problem.group <= min(PACKED_ROWS, config.block_m)
 
 
 @lru_cache(maxsize=512)

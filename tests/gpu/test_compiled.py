@@ -24,9 +24,11 @@ LONG = Family("long", CAUSAL, (2, 4, 2, 300, 300, 64, 64))
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
+    """Lowerings in place, and no compiled graph taken from a cache, which would pass them by."""
     lowering.register()
     torch._dynamo.reset()
-    yield
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], family: Family) -> Tensor:

@@ -1,7 +1,7 @@
 """Values and gradients of the kernels on the GPU, against float64, for every program family, dtype and shape class.
 
 Bound: the error is at most twice that of eager code of the same precision (both matmuls and P in the operands' dtype),
-plus one rounding of the result.
+plus a rounding of the result (float32: of a sum of a few hundred terms, taken in another order).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check(family: Family, dtype: torch.dtype, index: int = 0, arch: int | None =
     true_out, true_lse, true_grads = families.truth(o, family)
     eager_out, eager_grads = families.eager(o, spec, family.sizes)
     assert families.error(lse, true_lse) < 2e-3
-    rounding = 2.0 * torch.finfo(dtype).eps
+    rounding = (16.0 if dtype == torch.float32 else 2.0) * torch.finfo(dtype).eps
     compared = [("out", out, eager_out, true_out)]
     compared += list(zip(families.names(o), grads, eager_grads, true_grads, strict=True))
     for name, ours, eager, true in compared:

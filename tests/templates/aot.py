@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_inductor.templates.rendering import KernelSource
+from fa_inductor.templates.standalone import Known
 
 #: Largest shared memory of one program, bytes (CUDA programming guide, "technical specifications per compute
 #: capability").
@@ -31,12 +32,13 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel, a target and the type of each pointer argument (``bf16``, ``fp32``, ``i64``, ...)."""
+    """A kernel, a target, the type of each pointer argument (``bf16``, ``fp32``, ``i64``, ...) and known sizes."""
 
     kernel: KernelSource
     arch: int
     pointers: dict[str, str]
     out: str
+    known: Known = ()
 
 
 def compile_kernel(request: Request) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def compile_kernel(request: Request) -> dict[str, Any]:
 
     from fa_inductor.templates import standalone
 
-    function, complete = standalone.load(request.kernel)
+    function, complete = standalone.load(request.kernel, request.known)
     types = {**request.pointers, standalone.OUTPUT: request.out}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], int] = {}

@@ -282,7 +282,7 @@ def error(value: Tensor, true: Tensor) -> float:
     if not (torch.equal(value.isnan(), true.isnan()) and torch.equal(value.isinf(), true.isinf())):
         return float("inf")
     finite = true.isfinite()
-    least = 0.01 * max(int(finite.sum()), 1) ** 0.5
+    least = 0.1 * max(int(finite.sum()), 1) ** 0.5
     return float((value - true)[finite].norm() / true[finite].norm().clamp_min(least))
 
 
