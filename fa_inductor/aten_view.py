@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from fa_inductor import view_slice
 
 aten = torch.ops.aten
 
@@ -153,15 +155,6 @@ def is_inplace(n: fx.Node) -> bool:
     )
 
 
-#: Functions whose inside holds nothing that a match needs and that cost much to trace: one opaque node each.
-_HEAVY = {
-    F.linear, F.layer_norm, F.group_norm, F.batch_norm, F.embedding, F.conv1d, F.conv2d, F.conv3d,
-    torch.conv1d, torch.conv2d, torch.conv3d, getattr(F, "rms_norm", None), F.cross_entropy, F.gelu, F.silu,
-    torch._C._nn.linear, torch._C._nn.gelu, torch._C._nn.silu,
-}  # fmt: skip
-_HEAVY.discard(None)
-
-
 def _decompositions() -> dict:
     from torch._decomp import get_decompositions
 
@@ -195,22 +188,45 @@ def _call_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
+@contextlib.contextmanager
+def _sdpa_inside() -> Iterator[None]:
+    """Keeps SDPA a leaf inside a Python composite, where a function mode is off: F's own name is replaced for the time.
+
+    Only calls on functional tensors, which exist in this analysis alone, are answered here; other threads get the original.
+    """
+    original = F.scaled_dot_product_attention
+
+    def leaf(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        answer = _call_sdpa if isinstance(query, FunctionalTensor) else original
+        return answer(query, *args, **kwargs)
+
+    F.scaled_dot_product_attention = leaf  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original  # type: ignore[assignment]
+
+
 class _Interpreter(fx.Interpreter):
     """Runs a Dynamo graph on functional fake tensors and keeps the books of provenance."""
 
     def __init__(self, gm: fx.GraphModule, builder: _Builder, path: Path):
         super().__init__(gm, garbage_collect_values=False)
         self.builder, self.path = builder, path
+        self.need = builder.need_of(gm)
         builder.view.bodies[path] = gm
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.op.startswith("call") and n not in self.need:
+            return _SKIPPED
+        return self._interpret(n, self._dispatch)
+
+    def _interpret(self, n: fx.Node, how: Callable[[fx.Node], Any]) -> Any:
         b, view = self.builder, self.builder.view
-        if not self.path and b.need is not None and n.op not in ("placeholder", "output") and n not in b.need:
-            return None
         mark = b.aten_graph._root._prev
         view.clock += 1
         try:
-            result = self._dispatch(n)
+            result = how(n)
         except ViewError:
             raise
         except Exception as e:
@@ -225,12 +241,16 @@ class _Interpreter(fx.Interpreter):
             b.reread(n, [r for a in n.all_input_nodes for r in pytree.tree_leaves(self.env.get(a))])
         return result
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        for a in n.all_input_nodes:
+            if self.env.get(a) is _SKIPPED:
+                self.env[a] = self._interpret(a, lambda x: self.opaque(x, ()))
+        return super().fetch_args_kwargs_from_env(n)
+
     def _dispatch(self, n: fx.Node) -> Any:
         b = self.builder
         if n.op == "output":
-            if not self.path and b.need is not None:
-                return ()
-            return super().run_node(n)
+            return self._output(n)
         if n.op == "get_attr":
             return b.attribute(self, n)
         if n.op == "call_function":
@@ -248,9 +268,20 @@ class _Interpreter(fx.Interpreter):
             if target is torch.amp.autocast_mode._exit_autocast:
                 b.autocast.remove(args[0])
                 return target(*args)
-            if target in _HEAVY and "example_value" in n.meta:
+            if target in view_slice.HEAVY and "example_value" in n.meta:
                 return self.opaque(n, (args, kwargs))
+            if target is F.multi_head_attention_forward:
+                with _sdpa_inside():
+                    return target(*args, **kwargs)
         return super().run_node(n) if n.op != "call_module" else self._module(n)
+
+    def _output(self, n: fx.Node) -> Any:
+        """At the top: whatever interpreted values the rest of the graph uses, so that their users are not forgotten."""
+        if self.path:
+            return super().run_node(n)
+        live = view_slice.live_nodes(self.module.graph, is_inplace)  # type: ignore[arg-type]
+        used = [a for a in live if a in self.need and any(u in live and u not in self.need for u in a.users)]
+        return [self.env[a] for a in sorted(used, key=lambda a: a.name)]
 
     def _module(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -291,10 +322,13 @@ class _Interpreter(fx.Interpreter):
         return pytree.tree_unflatten([next(out) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
 
 
+_SKIPPED = object()
+
+
 class _Builder:
-    def __init__(self, gm: fx.GraphModule, need: set[fx.Node] | None = None):
+    def __init__(self, gm: fx.GraphModule):
         self.gm, self.view = gm, AtenView()
-        self.need = need
+        self._need: dict[int, set[fx.Node]] = {}
         self.autocast: list[Any] = []
         self.grad_enabled = torch.is_grad_enabled()
         self.keys: list[int] = []
@@ -308,6 +342,11 @@ class _Builder:
         _opaque_outputs[key] = tensors
         self.keys.append(key)
         return key
+
+    def need_of(self, gm: fx.GraphModule) -> set[fx.Node]:
+        if id(gm) not in self._need:
+            self._need[id(gm)] = view_slice.needed(gm, is_inplace)
+        return self._need[id(gm)]
 
     def aten_of(self, t: torch.Tensor) -> fx.Node | None:
         if isinstance(t, FunctionalTensor):
@@ -461,14 +500,13 @@ def _isolated(mode: FakeTensorMode | None) -> Iterator[None]:
             torch._C._set_grad_enabled(grad)
 
 
-def build(gm: fx.GraphModule, need: set[fx.Node] | None = None) -> AtenView:
-    """The functional ATen view of ``gm``.
+def build(gm: fx.GraphModule) -> AtenView:
+    """The functional ATen view of what lies around the attention of ``gm``.
 
     Args:
         gm: a Dynamo graph whose nodes carry ``example_value``.
-        need: top-graph nodes to interpret; the others are skipped (their values are absent from the view). None for all.
 
     Raises:
         ViewError: anything that could not be interpreted; the caller leaves the graph as it is.
     """
-    return _Builder(gm, need).build()
+    return _Builder(gm).build()

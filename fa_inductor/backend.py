@@ -67,6 +67,10 @@ def compile_with(
     result = AttentionPass(options)(gm)
     if options.enabled:
         report.record_graph(result.sites, result.seconds)
+    if result.fused:
+        from fa_inductor import lowering
+
+        lowering.register()
     unfused = [s for s in result.sites if s.status != "fused"]
     if options.strict and unfused:
         raise StrictModeError(unfused)

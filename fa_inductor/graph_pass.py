@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from fa_inductor import aten_view, rewrite
@@ -20,15 +19,9 @@ from fa_inductor.patterns.match import source_line
 from fa_inductor.report import SiteReport
 from fa_inductor.selection import Choice, choose_kernel
 from fa_inductor.spec import Rejection
+from fa_inductor.view_slice import COMPOSITES, SOFTMAXES
 
 log = logging.getLogger("fa_inductor")
-
-_ANCHORS = {
-    F.softmax, torch.softmax, torch.exp, torch.special.softmax, torch.log_softmax, F.log_softmax, F.scaled_dot_product_attention,
-    F.multi_head_attention_forward, torch.exp_,
-    "softmax", "exp", "exp_", "log_softmax",
-}  # fmt: skip
-
 
 @dataclass
 class PassResult:
@@ -122,7 +115,7 @@ def _units(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def _may_hold_attention(gm: fx.GraphModule) -> bool:
     return any(
-        n.op in ("call_function", "call_method") and n.target in _ANCHORS
+        n.op in ("call_function", "call_method") and (n.target in SOFTMAXES or n.target in COMPOSITES)
         for m in gm.modules()
         if isinstance(m, fx.GraphModule)
         for n in m.graph.nodes
@@ -170,7 +163,7 @@ def _report(view: AtenView, match: AttentionMatch, status: str, **more: str) -> 
         dtype=dtype_text(match),
         backward=grad and view.origin[match.pv].grad_enabled,
         near_misses=match.notes,
-        **{"program": match.spec.program, **more},
+        **{"program": match.full_spec().program, **more},
     )
 
 

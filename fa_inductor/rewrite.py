@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -229,13 +230,9 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
     captures = [em.value(c) for c in match.captures]
     sizes = [em.size(s) for s in match.sizes]
-    spec = match.spec
     if match.dropout_p:
         captures.append(em.call(ops.dropout_seed, q))
-        spec = AttentionSpec(spec.score, spec.sinks, match.dropout_p, len(captures) - 1, spec.dead_rows, spec.layout)
-    layout = _layout(match)
-    if layout != spec.layout:
-        spec = AttentionSpec(spec.score, spec.sinks, spec.dropout_p, spec.seed_slot, spec.dead_rows, layout)
+    spec = replace(match.full_spec(), layout=_layout(match))
     op = em.call(ops.flash_attention, q, k, v, captures, sizes, spec.program, kernel)
     out = em.call(operator.getitem, op, 0)
     return spec, _shape_output(em, match, out)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
+import torch
+
+from fa_inductor import cpu_flash
 from fa_inductor.config import Options
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.terms import value_of
+from fa_inductor.templates import select
 
 
 @dataclass(frozen=True)
@@ -18,17 +24,87 @@ class Choice:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class _Meta:
+    """Device and dtype of an operand as the op will get it."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def needs_grad(match: AttentionMatch) -> tuple[bool, ...]:
+    """For q, k, v and each capture whether a gradient will be asked for."""
+    origin = match.place.view.origin[match.pv]
+    nodes = [match.q.node, match.k.node, match.v.node, *match.captures]
+    return tuple(origin.grad_enabled and match.place.requires_grad(n) for n in nodes)
+
+
 def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
     """The kernel for one match, or why there is none."""
     if match.dropout_p and not options.dropout:
         return Choice(None, reason="dropout is active and options={'dropout': False} forbids fusing it")
     if options.kernel == "reference":
         return Choice("reference", "reference")
-    device = value_of(match.q.node).device.type  # type: ignore[attr-defined]
-    if device == "cpu":
+    device = _tensor(match.q.node).device
+    if device.type == "cpu":
         return _cpu(match, options)
-    return Choice(None, reason=f"no kernel for device {device} in this version")
+    if device.type == "cuda" and options.kernel == "auto":
+        return _cuda(match, device)
+    return Choice(None, reason=f"no kernel for device {device.type} with kernel={options.kernel!r}")
+
+
+def _tensor(node: Any) -> torch.Tensor:
+    v = value_of(node)
+    assert isinstance(v, torch.Tensor)
+    return v
 
 
 def _cpu(match: AttentionMatch, options: Options) -> Choice:
-    return Choice(None, reason="no kernel for CPU in this version")
+    if match.sdpa and not match.dropout_p and match.extent(match.groups["qk"]) == match.extent(match.groups["v"]):
+        return Choice(None, reason="already scaled_dot_product_attention, which ATen runs fused on CPU")
+    cpu = torch.device("cpu")
+    operands = [_Meta(cpu, match.dtype)] * 3
+    captures = [_Meta(v.device, v.dtype) if isinstance(v, torch.Tensor) else _Meta(cpu, torch.float64)
+                for v in map(value_of, match.captures)]  # fmt: skip
+    grads = needs_grad(match)
+    reason = cpu_flash.supports(match.full_spec(), *operands, captures, grads if any(grads) else ())
+    if reason is None:
+        reason = _unprofitable(match, options, any(grads))
+    return Choice(None, reason=reason) if reason else Choice("aten", "ATen flash attention (CPU)")
+
+
+def _unprofitable(match: AttentionMatch, options: Options, training: bool) -> str | None:
+    lengths = [hint(match.extent(match.groups[g])) for g in ("query", "key", "qk")]
+    if options.min_seqlen is not None:
+        if lengths[1] < options.min_seqlen:
+            return f"{lengths[1]} keys are fewer than min_seqlen={options.min_seqlen}"
+        return None
+    return cpu_flash.profitable(match.full_spec(), match.dtype, *lengths, training)
+
+
+def hint(e: sympy.Expr) -> int:
+    """The size at hand for a dimension; run-time sizes count by the value that they were traced with."""
+    if e.is_Integer:
+        return int(e)
+    return 4096
+
+
+def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
+    dims = [match.extent(match.groups[g]) for g in ("qk", "v")]
+    if not all(d.is_Integer for d in dims):
+        return Choice(None, reason="head_dim is a run-time size")
+    grads = needs_grad(match)
+    request = select.Request(
+        spec=match.full_spec(),
+        dtype=str(match.dtype).removeprefix("torch."),
+        qk_dim=int(dims[0]),
+        v_dim=int(dims[1]),
+        capability=torch.cuda.get_device_capability(device),
+        grad_slots=tuple(i for i, g in enumerate(grads[3:]) if g),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        backward=any(grads),
+    )
+    answer = select.supports(request)
+    if isinstance(answer, select.Unsupported):
+        return Choice(None, reason=answer.reason)
+    return Choice("triton", answer.template)

@@ -54,7 +54,7 @@ def unview(prover: Prover, index: Sequence[sympy.Expr], new: list[sympy.Expr], o
         for k in gi:
             linear += index[k] * stride
             stride *= new[k]
-        linear = sympy.expand(linear)
+        linear = prover.recombine(sympy.expand(linear))
         for k in gj[:-1]:
             out[k] = prover.mod(linear, old[k])
             linear = prover.floordiv(linear, old[k])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -22,7 +22,7 @@ from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rea
 from fa_inductor.patterns.captures import SideOperands
 from fa_inductor.patterns.finish import Finisher
 from fa_inductor.patterns.index_map import aten, broadcast
-from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_points
+from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_of_index, split_points
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
@@ -60,6 +60,12 @@ class AttentionMatch:
     region: tuple[fx.Node, ...] = ()
     sdpa: bool = False
     notes: tuple[str, ...] = ()
+
+    def full_spec(self) -> AttentionSpec:
+        """The spec with its dropout; the seed is captured last."""
+        if not self.dropout_p:
+            return self.spec
+        return replace(self.spec, dropout_p=self.dropout_p, seed_slot=len(self.captures))
 
     def extent(self, axes: Axes) -> sympy.Expr:
         out = sympy.Integer(1)
@@ -161,6 +167,10 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMatch:
     candidates = _products_above(softmax.logits)
     pvs, others = _products_below(softmax, live)
+    if pvs and not candidates:
+        source = _scores_from_outside(softmax.logits)
+        if source is not None:
+            raise Reject("the product of queries and keys is not in this graph: the scores come in as an input", softmax.node)
     if not candidates or not pvs:
         raise Reject("no products around this softmax", silent=True)
     if len(pvs) > 1:
@@ -190,6 +200,20 @@ def _products_above(logits: fx.Node, limit: int = 600) -> list[fx.Node]:
                 seen.add(a)
                 todo.append(a)
     return hits
+
+
+def _scores_from_outside(logits: fx.Node) -> fx.Node | None:
+    """The graph input that the logits are an elementwise function of, when it is as large as they are: a graph break lies between."""
+    todo, seen = [logits], {logits}
+    while todo and len(seen) < 64:
+        n = todo.pop(0)
+        if n.op == "placeholder" and len(shape(n)) >= 3 and shape(n) == shape(logits):
+            return n
+        for a in n.all_input_nodes:
+            if a not in seen and isinstance(value_of(a), torch.Tensor) and a.target not in (OPAQUE, SDPA):
+                seen.add(a)
+                todo.append(a)
+    return None
 
 
 def _products_below(softmax: Softmax, live: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -407,6 +431,9 @@ class _Analysis:
             raise Reject("the deferred division uses the sum of another row", anchor.total)
 
     def _check_rows(self, others: list[sympy.Expr]) -> None:
+        point = split_of_index(others, set(self.extents) - {self.key}, self.extents)
+        if point is not None:
+            raise _Split(*point)
         for i in others:
             if radix(i, self.extents) is None and not i.is_Integer:
                 raise Reject("rows of the softmax are not a plain product of the output's axes", self.site.anchor.node)

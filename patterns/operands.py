@@ -8,7 +8,7 @@ before a transpose, and einsum operands alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import sympy
@@ -161,11 +161,19 @@ def choose(node: fx.Node, index: Index, prover: Prover, place: Place, extents: E
 def split_points(node: fx.Node, index: Index, prover: Prover, splittable: set, extents: Extents) -> tuple | None:
     """(axis, inner extent) where a level divides a batch axis, as grouped heads and folded batch-heads do; None without."""
     for level in levels(node, index, prover, scales=True):
-        for i in level.index:
-            for atom in sorted(i.atoms(FloorDiv, Mod), key=str):
-                axis, inner = atom.args
-                if axis in splittable and axis.is_Symbol and not inner.free_symbols & set(extents):
-                    outer = sympy.cancel(extents[axis] / inner)
-                    if sympy.fraction(outer)[1] == 1 and outer != 1 and inner != 1:
-                        return axis, inner
+        point = split_of_index(level.index, splittable, extents)
+        if point is not None:
+            return point
+    return None
+
+
+def split_of_index(index: Iterable[sympy.Expr], splittable: set, extents: Extents) -> tuple | None:
+    """(axis, inner extent) of the first floor division or remainder of a splittable axis in ``index``; None without."""
+    for i in index:
+        for atom in sorted(i.atoms(FloorDiv, Mod), key=str):
+            axis, inner = atom.args
+            if axis in splittable and axis.is_Symbol and not inner.free_symbols & set(extents):
+                outer = sympy.cancel(extents[axis] / inner)
+                if sympy.fraction(outer)[1] == 1 and outer != 1 and inner != 1:
+                    return axis, inner
     return None

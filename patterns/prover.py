@@ -124,17 +124,26 @@ class Prover:
         return bool(sympy.expand(c.subs(table)).is_nonnegative)
 
     # -- integer division
-    def floordiv(self, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        """``a // b`` for ``b > 0``, multiples of ``b`` taken out."""
-        if b == 1:
-            return a
+    @staticmethod
+    def _take_multiples(a: sympy.Expr, b: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+        """(w, r) with ``a = w * b + r``: the terms of ``a`` that are integer multiples of ``b``, and the others."""
         whole, rest = sympy.Integer(0), sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(a)):
             q = sympy.cancel(term / b)
             if sympy.fraction(q)[1] == 1 and q.is_integer:
                 whole += q
+            elif term.is_Integer and b.is_Integer and b > 0:
+                whole += term // b
+                rest += term % b
             else:
                 rest += term
+        return whole, rest
+
+    def floordiv(self, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        """``a // b`` for ``b > 0``, multiples of ``b`` taken out."""
+        if b == 1:
+            return a
+        whole, rest = self._take_multiples(a, b)
         if rest == 0 or (self.holds(rest) and self.holds(b - 1 - rest)):
             return sympy.expand(whole)
         return sympy.expand(whole) + FloorDiv(rest, b)
@@ -143,11 +152,21 @@ class Prover:
         """``a % b`` (Python's sign rule) for ``b > 0``."""
         if b == 1:
             return sympy.Integer(0)
-        q = self.floordiv(a, b)
-        if not q.has(FloorDiv):
-            return sympy.expand(a - b * q)
-        rest = sum((t for t in sympy.Add.make_args(sympy.expand(a)) if self.floordiv(t, b).has(FloorDiv)), sympy.Integer(0))
-        return Mod(rest, b) if self.holds(rest) else sympy.expand(a - b * q)
+        _, rest = self._take_multiples(a, b)
+        if rest == 0 or (self.holds(rest) and self.holds(b - 1 - rest)):
+            return sympy.expand(rest)
+        # torch's Mod is defined for non-negative operands only
+        return Mod(rest, b) if self.holds(rest) else sympy.expand(rest - b * FloorDiv(rest, b))
+
+    @staticmethod
+    def recombine(e: sympy.Expr) -> sympy.Expr:
+        """``e`` with ``(a // b) * b + a % b`` put together again as ``a``."""
+        for m in e.atoms(Mod):
+            a, b = m.args
+            c, d = e.coeff(m), FloorDiv(a, b)
+            if c != 0 and isinstance(d, FloorDiv) and sympy.expand(e.coeff(d) - c * b) == 0:
+                e = sympy.expand(e - c * m - c * b * d + c * a)
+        return e
 
     # -- booleans
     def compare(self, fn: str, a: sympy.Expr, b: sympy.Expr) -> Expr:

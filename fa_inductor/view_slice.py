@@ -1,0 +1,158 @@
+"""Which nodes of a Dynamo graph the view must interpret: what lies around a softmax, not the whole model.
+
+Tracing costs a millisecond a node (eight with run-time sizes), and most of a model has nothing to do with its masks and
+score matrices. Taken are the softmaxes and what follows them up to the next matmul, everything upstream of the scores, views and
+casts upstream of a matmul operand, in-place writes (they decide who still holds what) and switches of autocast and grad mode. Any
+other value that one of these asks for becomes an opaque node of the view.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.utils import _pytree as pytree
+
+SOFTMAXES = {
+    F.softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax, torch.exp, torch.exp_, torch.logsumexp,
+    "softmax", "log_softmax", "exp", "exp_", "logsumexp",
+    torch.ops.aten._softmax.default, torch.ops.aten.softmax.int, torch.ops.aten.exp.default, torch.ops.aten._safe_softmax.default,
+}  # fmt: skip
+COMPOSITES = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+MATMULS = {
+    torch.matmul, operator.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.functional.einsum, torch.einsum,
+    "matmul", "__matmul__", "bmm", "mm", "baddbmm", "__rmatmul__", torch.Tensor.matmul, torch.linalg.matmul, torch.tensordot,
+    torch.ops.aten.bmm.default, torch.ops.aten.matmul.default, torch.ops.aten.mm.default,
+}  # fmt: skip
+#: Functions whose inside holds nothing that a match needs and that cost much to trace.
+HEAVY = {
+    F.linear, torch._C._nn.linear, F.layer_norm, F.group_norm, F.batch_norm, F.embedding, F.conv1d, F.conv2d, F.conv3d,
+    torch.conv1d, torch.conv2d, torch.conv3d, F.cross_entropy, F.gelu, F.silu, torch._C._nn.gelu, torch._C._nn.silu,
+} | ({F.rms_norm} if hasattr(F, "rms_norm") else set())  # fmt: skip
+_SWITCHES = {torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled}
+_REARRANGE = {
+    "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "contiguous", "flatten", "unflatten", "getitem",
+    "chunk", "split", "unbind", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "narrow", "select", "repeat_interleave",
+    "repeat", "to", "float", "half", "bfloat16", "double", "type_as", "type", "mul", "div", "truediv", "true_divide", "clone",
+    "expand_as", "view_as", "reshape_as", "tensor_split", "split_with_sizes", "broadcast_to", "mT", "getattr", "tile", "detach",
+    "rearrange",
+}  # fmt: skip
+
+
+def name_of(n: fx.Node) -> str:
+    t = n.target
+    if isinstance(t, torch._ops.OpOverload):
+        return t._schema.name.split("::")[1]
+    return t.strip("_") if isinstance(t, str) else getattr(t, "__name__", str(t))
+
+
+def _storages(n: fx.Node) -> set[int]:
+    out = set()
+    for t in pytree.tree_leaves(n.meta.get("example_value")):
+        if isinstance(t, torch.Tensor):
+            try:
+                out.add(t.untyped_storage()._cdata)
+            except (RuntimeError, NotImplementedError):
+                continue
+    return out
+
+
+def is_rearrangement(n: fx.Node) -> bool:
+    """Views, casts, constant factors; and whatever Dynamo knows to share memory with an input, by any name."""
+    if not n.op.startswith("call"):
+        return False
+    if n.target in HEAVY or n.target in MATMULS:
+        return False
+    return name_of(n) in _REARRANGE or any(_storages(n) & _storages(a) for a in n.all_input_nodes)
+
+
+def live_nodes(graph: fx.Graph, is_inplace) -> set[fx.Node]:  # type: ignore[no-untyped-def]
+    """Nodes that the outputs or an in-place write depend on."""
+    todo = [n for n in graph.nodes if n.op == "output" or is_inplace(n)]
+    live: set[fx.Node] = set()
+    while todo:
+        n = todo.pop()
+        if n not in live:
+            live.add(n)
+            todo.extend(n.all_input_nodes)
+    return live
+
+
+def needed(gm: fx.GraphModule, is_inplace) -> set[fx.Node]:  # type: ignore[no-untyped-def]
+    """Nodes of ``gm`` to interpret; placeholders and attributes are always at hand and not listed."""
+    slicer = _Slicer()
+    inplace, always = [], []
+    for n in gm.graph.nodes:
+        if not n.op.startswith("call"):
+            continue
+        if n.target in SOFTMAXES:
+            slicer.below(n)
+        elif n.target in COMPOSITES:
+            slicer.upstream([n])
+        if isinstance(n.target, torch._ops.HigherOrderOperator) or n.target in _SWITCHES:
+            always.append(n)
+        elif is_inplace(n):
+            inplace.append(n)
+    if not slicer.need:
+        return set()
+    for n in (*always, *inplace):
+        slicer.need.add(n)
+        slicer.operands(n.all_input_nodes)
+    return slicer.need
+
+
+class _Slicer:
+    def __init__(self) -> None:
+        self.need: set[fx.Node] = set()
+        self._full: set[fx.Node] = set()
+
+    def below(self, softmax: fx.Node) -> None:
+        """The softmax and its users up to the next matmul, with all that they depend on."""
+        todo, found = [softmax], [softmax]
+        seen = {softmax}
+        while todo:
+            for u in todo.pop().users:
+                if u in seen or u.op == "output" or u.target in HEAVY:
+                    continue
+                seen.add(u)
+                found.append(u)
+                if u.target not in MATMULS and u.target not in COMPOSITES:
+                    todo.append(u)
+        self.upstream(found)
+
+    def upstream(self, nodes: Iterable[fx.Node]) -> None:
+        """``nodes`` and everything they depend on; matmuls pass on to their operands' views only."""
+        todo = list(nodes)
+        while todo:
+            n = todo.pop()
+            if n in self._full or not n.op.startswith("call"):
+                continue
+            if n.target in HEAVY:
+                continue
+            self._full.add(n)
+            self.need.add(n)
+            if n.target in MATMULS or n.target in COMPOSITES:
+                self.operands(n.all_input_nodes)
+                if "baddbmm" in name_of(n) or n.target in COMPOSITES:
+                    todo.extend(n.all_input_nodes[:1] if n.target not in COMPOSITES else _mask_inputs(n))
+            else:
+                todo.extend(n.all_input_nodes)
+
+    def operands(self, nodes: Iterable[fx.Node]) -> None:
+        todo = list(nodes)
+        while todo:
+            n = todo.pop()
+            if n not in self.need and is_rearrangement(n):
+                self.need.add(n)
+                todo.extend(n.all_input_nodes)
+
+
+def _mask_inputs(n: fx.Node) -> list[fx.Node]:
+    """Mask arguments of an SDPA or MHA call: they are analysed like any other mask."""
+    masks = [n.kwargs.get("attn_mask"), n.kwargs.get("key_padding_mask")]
+    if n.target is F.scaled_dot_product_attention and len(n.args) > 3:
+        masks.append(n.args[3])
+    return [m for m in masks if isinstance(m, fx.Node)]
