@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import re
 import textwrap
 import threading
 from collections import Counter
@@ -150,7 +152,7 @@ class FusionReport:
                 [
                     str(len(members)),
                     site.status,
-                    _wrap([site.source or site.where()], each),
+                    _wrap(_short(site.source) or [site.where()], each),
                     _wrap(form, each),
                     _wrap([*kernel, site.reason, *misses], each),
                 ]
@@ -165,8 +167,15 @@ class FusionReport:
         return "\n".join([head, *(f"note: {note}" for note in self.notes), body])
 
 
+def _short(source: str) -> list[str]:
+    """[``file:line``, code] of a source line, the file from its package or the current folder on."""
+    location, _, code = source.partition(": ")
+    location = re.sub(r"^.*/(site|dist)-packages/", "", location).removeprefix(os.getcwd() + os.sep)
+    return [part for part in (location, code) if part]
+
+
 def _wrap(paragraphs: Sequence[str], width: int) -> str:
-    return "\n".join("\n".join(textwrap.wrap(text, width)) for text in paragraphs if text)
+    return "\n".join("\n".join(textwrap.wrap(text, width, break_on_hyphens=False)) for text in paragraphs if text)
 
 
 def tabulate(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

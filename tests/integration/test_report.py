@@ -107,6 +107,18 @@ def test_long_cells_wrap() -> None:
     assert max(len(line) for line in FusionReport([long]).table(width=120).split("\n")) <= 140
 
 
+def test_table_shortens_paths_and_splits_the_code_off() -> None:
+    sources = [
+        "/env/lib/python3/site-packages/models/llama.py:199: y = torch.matmul(weights, value)",
+        f"{os.getcwd()}/my/model.py:7: y = w @ v",
+        "/elsewhere/x.py:1: y = w @ v",
+    ]
+    lines = FusionReport([dataclasses.replace(DECLINED, source=s) for s in sources]).table().split("\n")
+    cells = [part for line in lines for part in line.split("  ") if part]
+    for cell in ("models/llama.py:199", "y = torch.matmul(weights, value)", "my/model.py:7", "y = w @ v", "/elsewhere/x.py:1"):
+        assert cell in [c.strip() for c in cells]
+
+
 def test_empty_report_says_so() -> None:
     assert "No attention was found." in str(FusionReport(graphs=1))
 
