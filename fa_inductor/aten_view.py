@@ -219,6 +219,9 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op.startswith("call") and n not in self.need:
             return _SKIPPED
+        for a in n.all_input_nodes:
+            if self.env.get(a) is _SKIPPED and (n.op != "output" or self.path):
+                self.env[a] = self._interpret(a, lambda x: self.opaque(x, ()))
         return self._interpret(n, self._dispatch)
 
     def _interpret(self, n: fx.Node, how: Callable[[fx.Node], Any]) -> Any:
@@ -240,12 +243,6 @@ class _Interpreter(fx.Interpreter):
         if is_inplace(n):
             b.reread(n, [r for a in n.all_input_nodes for r in pytree.tree_leaves(self.env.get(a))])
         return result
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        for a in n.all_input_nodes:
-            if self.env.get(a) is _SKIPPED:
-                self.env[a] = self._interpret(a, lambda x: self.opaque(x, ()))
-        return super().fetch_args_kwargs_from_env(n)
 
     def _dispatch(self, n: fx.Node) -> Any:
         b = self.builder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa_inductor.expr import BOOL, KV_IDX, Q_IDX, SCORE, Call, Const, Expr, Load
+from fa_inductor.expr import BOOL, KV_IDX, Q_IDX, SCORE, Call, Expr, Load
 from fa_inductor.patterns import AttentionMatch
 
 
@@ -47,8 +47,6 @@ def _terms(score: Expr) -> list[str]:
         words.append("softcap")
     if any(isinstance(n, Call) and n.fn == "cast_float" and n.depends_on(KV_IDX) for n in score.walk()):
         words.append("ALiBi")
-    if any(isinstance(n, Const) and n.value == 0.0 for n in score.walk()) and not words:
-        words.append("mask")
     return words
 
 

@@ -119,7 +119,7 @@ def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
         quotients = [d for d in reached(total, _DIV) if isinstance(d.args[1], fx.Node)]
         plain = [d for d in quotients if _divides(d, exp, total, dim)]
         yield from (Softmax(d, source, dim) for d in plain)
-        if quotients and not plain:
+        if not plain:
             yield Softmax(exp, source, dim, total=total)
 
 

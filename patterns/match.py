@@ -140,7 +140,7 @@ def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
 
 
 def source_line(node: fx.Node) -> str:
-    """``file:line: code`` of the user's innermost frame of a Dynamo node, or an empty string."""
+    """``file:line: code`` of the user's innermost frame of a Dynamo node; its module where no frame was kept."""
     lines = [ln.strip() for ln in (node.meta.get("stack_trace") or "").strip().splitlines() if ln.strip()]
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith('File "'):
@@ -148,6 +148,10 @@ def source_line(node: fx.Node) -> str:
             number = where[1].split(",")[0] if len(where) == 2 else "?"
             code = lines[i + 1] if i + 1 < len(lines) else ""
             return f"{where[0]}:{number}: {code}"
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    if modules:
+        name, kind = modules[-1][0], modules[-1][1]
+        return f"in {name} ({getattr(kind, '__name__', kind)})"
     return ""
 
 
@@ -263,7 +267,7 @@ def _locate(view: AtenView, softmax: Softmax, pv: fx.Node, live: set[fx.Node]) -
             break
         node = user
     if not divided:
-        raise Reject("exp is never divided by its sum", softmax.node)
+        raise Reject("exp is not divided by the sum of its row alone, so this is no softmax", softmax.node)
     return _Site(softmax, pv, pv, None, Place(view, path, origin.clock))
 
 
@@ -383,15 +387,14 @@ class _Analysis:
         if isinstance(e, Dropped):
             p, e = e.p, e.inner
         if not (isinstance(e, Elem) and e.node is self.site.anchor.node):
-            raise Reject("the probabilities are changed between the softmax and the product with V", self._changer(e))
+            by = self._changer()
+            raise Reject(f"the probabilities are changed by {op_name(by)} between the softmax and the product with V", by)
         return p, e.index
 
-    def _changer(self, e: Expr) -> fx.Node:
-        """The node after the softmax that the user will recognise."""
-        for n in self.site.anchor.node.users:
-            if n in self.live and not is_rearrangement(n):
-                return n
-        return self.site.pv
+    def _changer(self) -> fx.Node:
+        """The first node after the softmax that does more than rearrange."""
+        below = _between(self.site.anchor.node, self.site.pv)
+        return next((n for n in self.view.graph.nodes if n in below and not is_rearrangement(n)), self.site.pv)
 
     def _logits(self, at: Index) -> tuple[Expr, list[Expr]]:
         """(expression of the logit at the key axis, expressions of logits outside of it)."""

@@ -8,7 +8,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor.aten_view import AtenView, DynamoValue
 from fa_inductor.expr import Const, Expr, call
@@ -18,6 +17,7 @@ from fa_inductor.patterns.captures import SideOperands
 from fa_inductor.patterns.index_map import broadcast
 from fa_inductor.patterns.operands import choose, split_points
 from fa_inductor.patterns.provenance import Place
+from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.terms import Elem, Index, dtype, shape
 
 
@@ -37,7 +37,7 @@ def match_sdpa(view: AtenView, node: fx.Node) -> m.AttentionMatch:
     raise m.Reject("the batch and head axes could not be separated", node)
 
 
-def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr) -> Index:
+def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr, prover: Prover) -> Index:
     """Index of the leading dimensions of an operand, with query heads mapped to key-value heads when grouped."""
     dims = shape(node)[:-2]
     if grouped and dims and dims[-1] != heads:
@@ -45,7 +45,7 @@ def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr) -> Inde
         if not ratio.is_Integer:
             raise m.Reject("the query heads are no proven multiple of the key-value heads", node)
         head = index[-1]
-        return (*broadcast(index[:-1], dims[:-1]), FloorDiv(head, ratio) if dims[-1] != 1 else sympy.Integer(0))
+        return (*broadcast(index[:-1], dims[:-1]), prover.floordiv(head, ratio) if dims[-1] != 1 else sympy.Integer(0))
     return broadcast(index, dims)
 
 
@@ -60,12 +60,10 @@ def _analyse(view: AtenView, site: Any, node: fx.Node) -> m.AttentionMatch:
     a.key = n = a._axis("n", shape(k)[-2])
     a.features = e = a._axis("e", shape(q)[-1])
     heads = shape(q)[-3] if len(shape(q)) > 2 else sympy.Integer(1)
-    q_side = (q, (*broadcast(lead, shape(q)[:-2]), row, e))
-    k_side = (k, (*_lead(lead, k, bool(grouped), heads), n, e))
-    v_side = (v, (*_lead(lead, v, bool(grouped), heads), n, column))
     prover, extents = a._prover(), a.extents
-    rows = tuple(s for s in (row,) if s != 0)
-    columns = tuple(s for s in (column,) if s != 0)
+    q_side = (q, (*broadcast(lead, shape(q)[:-2]), row, e))
+    k_side = (k, (*_lead(lead, k, bool(grouped), heads, prover), n, e))
+    v_side = (v, (*_lead(lead, v, bool(grouped), heads, prover), n, column))
     rows, columns = m.radix(row, extents) or (), m.radix(column, extents) or ()
     batch = {s for s in extents if s not in (*rows, *columns, n, e)}
     for side in (k_side, v_side, q_side):
