@@ -1,14 +1,13 @@
 """ATen's flash attention for CPU as a kernel for the programs it computes exactly.
 
-``aten::_scaled_dot_product_flash_attention_for_cpu`` knows one scale, one additive float mask and top-left causality. A
-program qualifies when its logit is ``score * scale + bias`` under masks. The matrix is walked in blocks of query rows;
-each block evaluates bias and mask only for itself and only for the keys that the mask is proven to allow, so that peak
-memory is linear in the lengths.
+``aten::_scaled_dot_product_flash_attention_for_cpu`` knows one scale, one additive float mask and top-left causality.
+The score matrix is walked in blocks of query rows; each block evaluates bias and mask only for itself and only for the
+keys that the mask is proven to allow, so that peak memory is linear in the lengths.
 
 Masked entries are computed as -inf, whatever the program's fill. That is exact where their weight underflows, which is
 checked row by row on the result: rows that keep no key, whose live logits do not stand far above the fill, or whose
-logits are not finite, are computed again densely, in the forward and in the backward. See :func:`supports` for what is
-declined.
+logits are not finite, are computed again densely, in the forward and in the backward.
+:func:`fa_inductor.cpu_plan.supports` says what is declined.
 
 Facts about the op that this file works around, on torch 2.13: an innermost stride other than 1 is ignored in silence,
 no keys or no queries divide by zero, the value's head_dim must be the key's, a row of -inf gives 0 with lse 0, and the
@@ -21,24 +20,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa_inductor import reference
 from fa_inductor.bounds import block_range
+from fa_inductor.cpu_plan import Plan, loads_without_gradient, plan_of, profitable, supports
 from fa_inductor.errors import ProgramError
-from fa_inductor.expr import FLOAT, KV_IDX, Q_IDX, SCORE, TRUE, Call, Const, Expr, Load, call, loads
-from fa_inductor.masks import MASK_FILL, conjuncts, normalise, split_mask
+from fa_inductor.expr import Q_IDX, TRUE, Const, Expr, Load, loads
 from fa_inductor.reference import Env, evaluate
 from fa_inductor.spec import AttentionSpec
 
+__all__ = ["backward", "forward", "profitable", "supports"]
+
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 #: Query rows a block. 512 rows of a float32 mask over 64k keys are 128 MiB; larger blocks gain nothing, the op tiles
 #: anyway.
@@ -49,130 +46,6 @@ DENSE_M = 64
 UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 #: Above this magnitude of lse the backward's exp(logit - lse) is off by more than 3e-5 (half a float32 ulp of lse).
 LSE_LIMIT = 1000.0
-
-
-# ------------------------------------------------------------------------------------------------------------- plan
-_ONE = Const(1.0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A program as ``where(keep, score * scale + bias, fill)``.
-
-    Attributes:
-        scale: float expression of (b, h, q_idx) and loads. bias: float expression without score, None for 0.
-        keep: the whole mask. rest: the mask without its top-left causal part when ``causal``, else the whole.
-        fill: the number that replaces masked logits, or is added to them when ``additive``; -inf without a mask.
-        reason: why the op cannot compute the program, empty when it can.
-    """
-
-    scale: Expr = _ONE
-    bias: Expr | None = None
-    keep: Expr = TRUE
-    rest: Expr = TRUE
-    causal: bool = False
-    fill: float = -math.inf
-    additive: bool = False
-    reason: str = ""
-
-
-@lru_cache(maxsize=512)
-def plan_of(spec: AttentionSpec) -> Plan:
-    """The plan of a program; its ``reason`` says why there is none."""
-    if spec.dropout_p:
-        return Plan(reason="dropout is not in ATen's CPU flash attention")
-    split = split_mask(spec.score)
-    parts = _affine(split.live)
-    if parts is None:
-        return Plan(reason=f"the logit is not score * scale + bias: {split.live}")
-    scale, bias = parts
-    if scale.depends_on(KV_IDX):
-        return Plan(reason=f"the scale depends on the key: {scale}")
-    if split.keep.depends_on(SCORE):
-        return Plan(reason=f"the mask depends on the score: {split.keep}")
-    fill = -math.inf if split.fill is None else split.fill_value
-    if fill is None:
-        return Plan(reason=f"masked logits are not one number: {split.fill}")
-    if not fill <= MASK_FILL:
-        return Plan(reason=f"masked logits of {fill} still attend")
-    atoms = conjuncts(normalise(split.keep))
-    top_left = [a for a in atoms if _is_top_left_causal(a)]
-    rest: Expr = TRUE
-    for a in atoms:
-        rest = rest if a in top_left else call("and_", rest, a)
-    return Plan(scale, bias, split.keep, rest, bool(top_left), fill, split.additive)
-
-
-def _is_top_left_causal(atom: Expr) -> bool:
-    return isinstance(atom, Call) and (atom.fn, *atom.args) in (("le", KV_IDX, Q_IDX), ("ge", Q_IDX, KV_IDX))
-
-
-def _affine(e: Expr) -> tuple[Expr, Expr | None] | None:
-    """(scale, bias) with ``e == score * scale + bias``, None when ``e`` is not of that form."""
-    if e == SCORE:
-        return _ONE, None
-    if not isinstance(e, Call) or e.kind != FLOAT:
-        return None
-    if e.fn == "neg":
-        inner = _affine(e.args[0])
-        return None if inner is None else (call("neg", inner[0]), _map(inner[1], "neg"))
-    if e.fn not in ("add", "sub", "mul", "div"):
-        return None
-    x, y = e.args
-    if x.depends_on(SCORE) and y.depends_on(SCORE):
-        return None
-    if y.depends_on(SCORE):
-        if e.fn == "div":
-            return None
-        if e.fn == "sub":
-            return _affine(call("add", call("neg", y), x))
-        x, y = y, x
-    inner = _affine(x)
-    if inner is None:
-        return None
-    scale, bias = inner
-    if e.fn in ("mul", "div"):
-        return call(e.fn, scale, y), _map(bias, e.fn, y)
-    if bias is None:
-        return scale, y if e.fn == "add" else call("neg", y)
-    return scale, call(e.fn, bias, y)
-
-
-def _map(e: Expr | None, fn: str, *more: Expr) -> Expr | None:
-    return None if e is None else call(fn, e, *more)
-
-
-# --------------------------------------------------------------------------------------------------------- selection
-def supports(
-    spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Sequence[Any], needs_grad: Sequence[bool] = ()
-) -> str | None:
-    """None when :func:`forward` and :func:`backward` compute ``spec`` exactly for such operands, else the reason.
-
-    Args:
-        q, k, v, captures: tensors or fake tensors; only device and dtype are looked at, sizes may be symbols.
-        needs_grad: for q, k, v and each capture whether a gradient is asked for; empty for inference.
-    """
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.device.type != "cpu":
-            return f"{name} is on {t.device}, ATen's CPU flash attention needs the CPU"
-        if t.dtype not in DTYPES:
-            return f"{name} is {t.dtype}, ATen's CPU flash attention takes {', '.join(str(d) for d in DTYPES)}"
-    if any(c.device.type != "cpu" for c in captures):
-        return "a captured tensor is not on the CPU"
-    plan = plan_of(spec)
-    if plan.reason:
-        return plan.reason
-    if any(needs_grad) and q.dtype == torch.float64:
-        return "the backward would recompute float64 softmax weights from a float32 lse"
-    for load in _without_gradient(plan):
-        if load.kind == FLOAT and len(needs_grad) > 3 + load.slot and needs_grad[3 + load.slot]:
-            return f"{load} is added to the logits and needs a gradient, which ATen's CPU flash attention does not give"
-    return None
-
-
-def _without_gradient(plan: Plan) -> list[Load]:
-    """The loads whose gradient is not computed here: all but those of scale and sinks."""
-    return [x for e in (plan.bias, plan.keep) if e is not None for x in loads(e)]
 
 
 # --------------------------------------------------------------------------------------------------------- operands
@@ -253,8 +126,11 @@ def _largest_bias(bias: Expr, env: Env) -> float:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether no element is NaN or infinite: the op skips products with a weight of 0 that are NaN in eager code."""
-    return all(bool(torch.isfinite(torch.stack(torch.aminmax(t))).all()) for t in tensors)
+    """Whether no element is NaN or infinite: the op skips products with a weight of 0 that are NaN in eager code.
+
+    A finite sum proves it. A sum that overflows is taken for the worst, which costs time and no exactness.
+    """
+    return all(math.isfinite(t.sum(dtype=reference.compute_dtype_of(t.dtype)).item()) for t in tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------ blocks
@@ -309,31 +185,40 @@ def _mask(c: _Call, keep: Expr, env: Env) -> Tensor | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as :func:`fa_inductor.reference.attention` gives them; raises ProgramError where a plan has a reason."""
+    """(out, lse) as :func:`fa_inductor.reference.attention` gives them; ProgramError where the plan has a reason."""
     if min(*q.shape, *k.shape, *v.shape) == 0:
         return reference.attention(q, k, v, captures, sizes, spec)
     c = _prepare(q, k, v, captures, sizes, spec, fold=False)
     batch, heads, rows, _ = q.shape
-    order = (0, 2, 1, 3) if spec.layout == "bmhd" else (0, 1, 2, 3)
-    out = q.new_empty([(batch, heads, rows, v.shape[3])[i] for i in order]).permute(order)
-    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     finite = _finite(q, k, v)
+    out = lse = None
     for block in _blocks(c):
         part = slice(block.m0, block.m1)
-        if not finite or block.n1 <= block.n0:
-            bad = torch.ones((batch, block.m1 - block.m0), dtype=torch.bool)
-        else:
+        bad: Tensor | None = None
+        o = s = None
+        if finite and block.n0 < block.n1:
             k_part, v_part = (x[:, :, block.n0 : block.n1] for x in (c.k, c.v))
             o, s = _FLASH(c.q[:, :, part], k_part, v_part, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
             # A row of -inf alone has lse 0 here; a row whose lse is 0 by chance is merely computed twice.
             exact = s > c.limit if block.mask is None else (s > c.limit) & (s != 0)
-            bad = ~exact.all(1)
+            bad = None if exact.all() else ~exact.all(1)
             o, s = _with_sinks(o, s, c, block)
-            out[:, :, part] = o[..., : v.shape[3]]
-            lse[:, :, part] = s
-        for b, m0, m1 in _runs(bad, block.m0):
+            o = o[..., : v.shape[3]]
+            if bad is None and block.m1 - block.m0 == rows:
+                return reference.with_layout(o.to(q.dtype), spec.layout), s.to(torch.float32).contiguous()
+        else:
+            bad = torch.ones((batch, block.m1 - block.m0), dtype=torch.bool)
+        if out is None:
+            shape = (batch, rows, heads, v.shape[3]) if spec.layout == "bmhd" else (batch, heads, rows, v.shape[3])
+            out = q.new_empty(shape).transpose(1, 2) if spec.layout == "bmhd" else q.new_empty(shape)
+            lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+        if o is not None:
+            out[:, :, part], lse[:, :, part] = o, s
+        for b, m0, m1 in () if bad is None else _runs(bad, block.m0):
             o, s = _dense(q, k, v, c, b, m0, m1)
             out[b : b + 1, :, m0:m1], lse[b : b + 1, :, m0:m1] = o, s
+    assert out is not None
+    assert lse is not None
     return out, lse
 
 
@@ -386,7 +271,7 @@ def backward(
         return reference.attention_grads(grad_out, q, k, v, captures, sizes, spec, needs_grad)
     plan = plan_of(spec)
     scale_grad = any(needs_grad[3 + x.slot] for x in loads(plan.scale))
-    if any(needs_grad[3 + x.slot] for x in _without_gradient(plan)):
+    if any(needs_grad[3 + x.slot] for x in loads_without_gradient(plan)):
         raise ProgramError(f"kernel 'aten' has no gradient for a captured bias: {spec.program}")
     c = _prepare(q, k, v, captures, sizes, spec, fold=scale_grad)
     dtype = c.env.dtype
@@ -405,8 +290,7 @@ def backward(
         if not finite or block.n1 <= block.n0:
             bad = torch.ones((q.shape[0], block.m1 - block.m0), dtype=torch.bool)
         else:
-            exact = (block_lse > c.limit) & (block_lse.abs() < LSE_LIMIT)
-            bad = ~exact.all(1)
+            bad = ~((block_lse > c.limit) & (block_lse.abs() < LSE_LIMIT)).all(1)
             _flash_backward(c, block, grad_out[:, :, part], out[:, :, part], block_lse, bad, q, grads, captured)
         for b, m0, m1 in _runs(bad, block.m0):
             _dense_backward(c, b, m0, m1, grad_out, q, k, v, grads, needs_grad, bad, block.m0)
