@@ -107,6 +107,7 @@ class AtenView:
     opaque_bodies: list[tuple[Path, fx.Node]] = field(default_factory=list)
     seconds: float = 0.0
     clock: int = 0
+    _shared: dict[Any, Any] = field(default_factory=dict)
     _history: dict[Holder, list[tuple[int, dict[int, fx.Node | None]]]] = field(default_factory=dict)
     _holders: dict[fx.Node, list[tuple[Holder, int]]] = field(default_factory=dict)
     _live: dict[Holder, list[tuple[int, Any]]] = field(default_factory=dict)
@@ -122,6 +123,12 @@ class AtenView:
             if past and past[-1].get(leaf) is node:
                 out.append(DynamoValue(holder[0], holder[1], leaf))
         return out
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A result of the analysis that sites have in common: layers repeat, and so do their questions."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def results(self, holder: Holder) -> dict[int, fx.Node | None]:
         """ATen node per output leaf of a Dynamo node, as first produced."""

@@ -88,7 +88,11 @@ class AttentionPass:
         if not shared[key]:
             return _declined(view, match, "the sub-graph is called several times and not every call is the same attention")
         done.add(key)
-        choice = self.select(match, self.options)
+        try:
+            choice = self.select(match, self.options)
+        except Exception as e:
+            log.warning("fa_inductor could not choose a kernel and leaves a site as it is", exc_info=True)
+            choice = Choice(None, reason=f"kernel selection failed: {type(e).__name__}: {e}")
         if choice.kernel is None:
             return _declined(view, match, choice.reason)
         try:

@@ -58,14 +58,19 @@ class SideOperands:
         return whole
 
     def _deep(self, node: fx.Node, index: Index, whole: Elem) -> Expr | None:
+        key = ("deep", tuple(self.prover.ranges.items()), node, index)
+        e, visited = self.place.view.shared(key, lambda: self._pull(node, index))
+        if e is None or (e == whole and not self.place.emittable(node)):
+            return None
+        return e if self._acceptable(e, whole) and self.place.gradient_barrier(visited) is None else None
+
+    def _pull(self, node: fx.Node, index: Index) -> tuple[Expr | None, frozenset[fx.Node]]:
         puller = Puller(self.prover)
         try:
             e = puller.element(node, index)
         except Unsupported:
-            return None
-        if e == whole and not self.place.emittable(node):
-            return None
-        return e if self._acceptable(e, whole) and self.place.gradient_barrier(puller.visited) is None else None
+            return None, frozenset()
+        return e, frozenset(puller.visited)
 
     def _acceptable(self, e: Expr, whole: Elem) -> bool:
         leaves = elems(e)

@@ -28,6 +28,13 @@ def _hint(e: sympy.Expr) -> float:
 
 def unview(prover: Prover, index: Sequence[sympy.Expr], new: list[sympy.Expr], old: list[sympy.Expr]) -> Index:
     """Index into shape ``old`` of the element at ``index`` of shape ``new`` (same elements in row-major order)."""
+    key = (tuple(index), tuple(new), tuple(old))
+    if key not in prover.unviewed:
+        prover.unviewed[key] = _unview(prover, index, new, old)
+    return prover.unviewed[key]
+
+
+def _unview(prover: Prover, index: Sequence[sympy.Expr], new: list[sympy.Expr], old: list[sympy.Expr]) -> Index:
     out: list[sympy.Expr] = [sympy.Integer(0)] * len(old)
     i, j = len(new) - 1, len(old) - 1
     while i >= 0 or j >= 0:

@@ -26,7 +26,7 @@ from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix,
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
-from fa_inductor.patterns.terms import Dropped, Elem, Index, Lin, RowValue, Unsupported, dtype, shape, value_of
+from fa_inductor.patterns.terms import Dropped, Elem, Index, Lin, RowValue, Unsupported, dtype, quotient, shape, value_of
 from fa_inductor.spec import AttentionSpec, Rejection
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -280,8 +280,7 @@ def _match_product(view: AtenView, site: _Site, qk: fx.Node, live: set[fx.Node],
         except _Split as s:
             dim, part = _dim_of(s.axis)
             parts = site.splits.setdefault(dim, [shape(site.output)[dim]])
-            outer = sympy.cancel(parts[part] / s.inner)
-            parts[part : part + 1] = [outer, s.inner]
+            parts[part : part + 1] = [quotient(parts[part], s.inner), s.inner]
     raise Reject("the batch and head axes could not be separated", qk)
 
 
@@ -323,7 +322,8 @@ class _Analysis:
         return tuple(index), tuple(dims)
 
     def _prover(self) -> Prover:
-        return Prover({s: (sympy.Integer(0), d - 1) for s, d in self.extents.items()})
+        return self.view.shared(("prover", tuple(self.extents.items())), lambda: Prover(
+            {s: (sympy.Integer(0), d - 1) for s, d in self.extents.items()}))  # fmt: skip
 
     # -- steps
     def run(self) -> AttentionMatch:

@@ -20,7 +20,7 @@ from fa_inductor.patterns.index_map import pull_view
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import op_name
-from fa_inductor.patterns.terms import Index, Unsupported, dtype, shape
+from fa_inductor.patterns.terms import Index, Unsupported, dtype, quotient, shape
 
 Axes = tuple[sympy.Symbol, ...]
 Extents = dict[sympy.Symbol, sympy.Expr]
@@ -61,8 +61,8 @@ def radix(e: sympy.Expr, extents: Extents) -> Axes | None:
         axes = [s for s in t.free_symbols if s in extents]
         if len(axes) != 1:
             return None
-        c = sympy.cancel(t / axes[0])
-        if c.has(axes[0]) or c.is_negative:
+        c = quotient(t, axes[0])
+        if c is None or c.has(axes[0]) or c.is_negative:
             return None
         terms.append((c, axes[0]))
     out: list[sympy.Symbol] = []
@@ -173,7 +173,7 @@ def split_of_index(index: Iterable[sympy.Expr], splittable: set, extents: Extent
         for atom in sorted(i.atoms(FloorDiv, Mod), key=str):
             axis, inner = atom.args
             if axis in splittable and axis.is_Symbol and not inner.free_symbols & set(extents):
-                outer = sympy.cancel(extents[axis] / inner)
-                if sympy.fraction(outer)[1] == 1 and outer != 1 and inner != 1:
+                outer = quotient(extents[axis], inner)
+                if outer is not None and outer != 1 and inner != 1:
                     return axis, inner
     return None

@@ -12,7 +12,7 @@ import sympy
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from fa_inductor.expr import BOOL, FALSE, TRUE, Call, Const, Expr, call
-from fa_inductor.patterns.terms import Elem, Lin, RowValue
+from fa_inductor.patterns.terms import Elem, Lin, RowValue, quotient
 
 ZERO = Lin(sympy.Integer(0))
 
@@ -34,6 +34,7 @@ class Prover:
     def __init__(self, ranges: dict[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]):
         self.ranges = dict(ranges)
         self._memo: dict[sympy.Expr, Expr] = {}
+        self.unviewed: dict[tuple, tuple[sympy.Expr, ...]] = {}  # reshapes solved under these ranges
 
     # -- atoms
     def ge0(self, e: sympy.Expr) -> Expr:
@@ -129,8 +130,8 @@ class Prover:
         """(w, r) with ``a = w * b + r``: the terms of ``a`` that are integer multiples of ``b``, and the others."""
         whole, rest = sympy.Integer(0), sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(a)):
-            q = sympy.cancel(term / b)
-            if sympy.fraction(q)[1] == 1 and q.is_integer:
+            q = quotient(term, b)
+            if q is not None:
                 whole += q
             elif term.is_Integer and b.is_Integer and b > 0:
                 whole += term // b

@@ -18,7 +18,7 @@ from fa_inductor.patterns.index_map import broadcast
 from fa_inductor.patterns.operands import choose, split_points
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
-from fa_inductor.patterns.terms import Elem, Index, dtype, shape
+from fa_inductor.patterns.terms import Elem, Index, dtype, quotient, shape
 
 
 def match_sdpa(view: AtenView, node: fx.Node) -> m.AttentionMatch:
@@ -33,7 +33,7 @@ def match_sdpa(view: AtenView, node: fx.Node) -> m.AttentionMatch:
         except m._Split as s:
             dim, part = m._dim_of(s.axis)
             parts = site.splits.setdefault(dim, [shape(node)[dim]])
-            parts[part : part + 1] = [sympy.cancel(parts[part] / s.inner), s.inner]
+            parts[part : part + 1] = [quotient(parts[part], s.inner), s.inner]
     raise m.Reject("the batch and head axes could not be separated", node)
 
 
@@ -41,8 +41,8 @@ def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr, prover:
     """Index of the leading dimensions of an operand, with query heads mapped to key-value heads when grouped."""
     dims = shape(node)[:-2]
     if grouped and dims and dims[-1] != heads:
-        ratio = sympy.cancel(heads / dims[-1])
-        if not ratio.is_Integer:
+        ratio = quotient(heads, dims[-1])
+        if ratio is None or not ratio.is_Integer:
             raise m.Reject("the query heads are no proven multiple of the key-value heads", node)
         head = index[-1]
         return (*broadcast(index[:-1], dims[:-1]), prover.floordiv(head, ratio) if dims[-1] != 1 else sympy.Integer(0))

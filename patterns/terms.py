@@ -113,3 +113,22 @@ def numel(dims: Sequence[sympy.Expr]) -> sympy.Expr:
     for d in dims:
         out = out * d
     return out
+
+
+def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+    """``a / b`` when it is an integer expression without a denominator, else None. ``a`` is a monomial or expanded sum."""
+    if b == 1:
+        return a
+    parts = []
+    for term in sympy.Add.make_args(a):
+        if b.is_Integer:
+            c, rest = term.as_coeff_Mul()
+            if not c.is_Integer or c % b:
+                return None
+            parts.append(c // b * rest)
+            continue
+        q = term / b  # monomials cancel by themselves; sympy.cancel would build polynomials for each
+        if any(x.is_Pow and x.exp.is_negative or x.is_Rational and not x.is_Integer for x in sympy.Mul.make_args(q)):
+            return None
+        parts.append(q)
+    return sympy.Add(*parts)
