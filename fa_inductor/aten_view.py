@@ -240,7 +240,7 @@ class _Interpreter(fx.Interpreter):
         except ViewError:
             raise
         except Exception as e:
-            raise ViewError(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", n) from e
+            raise ViewError(f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}", n) from e
         origin = Origin(self.path, n, view.clock, b.grad_enabled)
         x = mark._next
         while x is not b.aten_graph._root:
@@ -322,7 +322,9 @@ class _Interpreter(fx.Interpreter):
         leaves, spec = pytree.tree_flatten(n.meta.get("example_value"))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         key = self.builder.new_key(tensors)
-        out = iter(OPAQUE([t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)], key))
+        made = OPAQUE([t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)], key)
+        # Without a functional input the mode does not wrap the result, and in-place writes into it would go unseen.
+        out = iter(t if isinstance(t, FunctionalTensor) else FunctionalTensor.to_functional(t) for t in made)
         return pytree.tree_unflatten([next(out) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
 
 
@@ -332,7 +334,7 @@ _SKIPPED = object()
 class _Builder:
     def __init__(self, gm: fx.GraphModule):
         self.gm, self.view = gm, AtenView()
-        self._need: dict[int, set[fx.Node]] = {}
+        self._slices: dict[int, view_slice.Slice] = {}
         self.autocast: list[Any] = []
         self.grad_enabled = torch.is_grad_enabled()
         self.keys: list[int] = []
@@ -348,9 +350,7 @@ class _Builder:
         return key
 
     def need_of(self, gm: fx.GraphModule) -> set[fx.Node]:
-        if id(gm) not in self._need:
-            self._need[id(gm)] = view_slice.needed(gm, is_inplace)
-        return self._need[id(gm)]
+        return view_slice.needed(gm, is_inplace, self._slices).need
 
     def aten_of(self, t: torch.Tensor) -> fx.Node | None:
         if isinstance(t, FunctionalTensor):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +82,26 @@ def live_nodes(graph: fx.Graph, is_inplace) -> set[fx.Node]:  # type: ignore[no-
     return live
 
 
-def needed(gm: fx.GraphModule, is_inplace) -> set[fx.Node]:  # type: ignore[no-untyped-def]
-    """Nodes of ``gm`` to interpret; placeholders and attributes are always at hand and not listed."""
+@dataclass
+class Slice:
+    """Nodes of one graph to interpret, and which of its placeholders they are computed from.
+
+    ``inputs`` are needed with everything that computes them, ``operands`` (of matmuls) with the views that lead to them.
+    """
+
+    need: set[fx.Node]
+    inputs: set[fx.Node]
+    operands: set[fx.Node]
+
+
+def needed(gm: fx.GraphModule, is_inplace, memo: dict[int, Slice]) -> Slice:  # type: ignore[no-untyped-def]
+    """What of ``gm`` to interpret; ``memo`` keeps the answers, by the id of the (sub-)graph."""
+    if id(gm) not in memo:
+        memo[id(gm)] = _needed(gm, is_inplace, memo)
+    return memo[id(gm)]
+
+
+def _needed(gm: fx.GraphModule, is_inplace, memo: dict[int, Slice]) -> Slice:  # type: ignore[no-untyped-def]
     slicer = _Slicer()
     inplace, always = [], []
     for n in gm.graph.nodes:
@@ -92,22 +111,51 @@ def needed(gm: fx.GraphModule, is_inplace) -> set[fx.Node]:  # type: ignore[no-u
             slicer.below(n)
         elif n.target in COMPOSITES:
             slicer.upstream([n])
-        if isinstance(n.target, torch._ops.HigherOrderOperator) or n.target in _SWITCHES:
+        if isinstance(n.target, torch._ops.HigherOrderOperator):
+            _enter(gm, n, slicer, is_inplace, memo)
+            always.append(n)
+        elif n.target in _SWITCHES:
             always.append(n)
         elif is_inplace(n):
             inplace.append(n)
     if not slicer.need:
-        return set()
+        return Slice(set(), set(), set())
     for n in (*always, *inplace):
         slicer.need.add(n)
         slicer.operands(n.all_input_nodes)
-    return slicer.need
+    for n in reversed(inplace):
+        if slicer.reads(n.all_input_nodes[:1]):  # what is written into a mask or a score counts like what computes it
+            slicer.upstream([n])
+    return Slice(slicer.need, slicer.inputs, slicer.operand_inputs - slicer.inputs)
+
+
+def _enter(gm: fx.GraphModule, call: fx.Node, slicer: _Slicer, is_inplace, memo: dict[int, Slice]) -> None:  # type: ignore[no-untyped-def]
+    """Demands of a sub-graph body on the values that it is called with: a mask may be made outside of a checkpoint."""
+    bodies = [getattr(gm, str(a.target), None) for a in call.all_input_nodes if a.op == "get_attr"]
+    bodies = [b for b in bodies if isinstance(b, fx.GraphModule)]
+    if len(bodies) != 1:
+        return
+    inner = needed(bodies[0], is_inplace, memo)
+    if not inner.need:
+        return
+    slicer.need.add(call)
+    placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
+    pairs = list(zip(reversed(placeholders), reversed(call.args), strict=False))
+    slicer.upstream([a for p, a in pairs if p in inner.inputs and isinstance(a, fx.Node)])
+    slicer.operands([a for p, a in pairs if p in inner.operands and isinstance(a, fx.Node)])
 
 
 class _Slicer:
     def __init__(self) -> None:
         self.need: set[fx.Node] = set()
+        self.inputs: set[fx.Node] = set()
+        self.operand_inputs: set[fx.Node] = set()
         self._full: set[fx.Node] = set()
+
+    def reads(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether one of ``nodes`` shares memory with a value that is needed with all that computes it."""
+        known = {s for n in (*self._full, *self.inputs) for s in _storages(n)}
+        return any(n in self._full or _storages(n) & known for n in nodes)
 
     def below(self, softmax: fx.Node) -> None:
         """The softmax and its users up to the next matmul, with all that they depend on."""
@@ -128,6 +176,8 @@ class _Slicer:
         todo = list(nodes)
         while todo:
             n = todo.pop()
+            if n.op == "placeholder":
+                self.inputs.add(n)
             if n in self._full or not n.op.startswith("call"):
                 continue
             if n.target in HEAVY:
@@ -145,6 +195,8 @@ class _Slicer:
         todo = list(nodes)
         while todo:
             n = todo.pop()
+            if n.op == "placeholder":
+                self.operand_inputs.add(n)
             if n not in self.need and is_rearrangement(n):
                 self.need.add(n)
                 todo.extend(n.all_input_nodes)

@@ -592,7 +592,7 @@ class _Analysis:
         batch = spread + shared
         kv_heads: tuple = ()
         # A lone shared axis in front is the batch: a single key-value head serves every query head of its group.
-        if shared and not (len(shared) == 1 and shared[0] == order[0] and len(out_dims) > 2):
+        if shared and not (len(shared) == 1 and out_dims[0][:1] == (shared[0],) and len(out_dims) > 2):
             kv_heads = (shared[-1],)
             batch = [a for a in order if a in spread or (a in shared and a != shared[-1])]
         group = [a for a in order if a in grouped or a in rows[:-1]]

@@ -144,15 +144,19 @@ def choose(node: fx.Node, index: Index, prover: Prover, place: Place, extents: E
         Unsupported: no level can serve.
     """
     best: Operand | None = None
+    stale = False
     for level in levels(node, index, prover, scales):
         dims = merged_axes(level, extents)
         if dims is None or not need <= {a for d in dims for a in d}:
             continue
         held = place.holder(level.node) is not None
+        stale = stale or (not held and any(h[0] == place.path for h, _ in place.view.holders(level.node)))
         if held or (best is None and place.emittable(level.node)):
             if level.passed and place.gradient_barrier(level.passed) is not None:
                 break
             best = Operand(level.node, dims, dtype(node), level.scale, level.passed)
+    if best is None and stale:
+        raise Unsupported(f"operand {node.name} is overwritten in place before the product with V", node)
     if best is None:
         raise Unsupported(f"operand {node.name} is not a rearrangement of a tensor at hand", node)
     return best
