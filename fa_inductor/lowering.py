@@ -19,7 +19,7 @@ from typing import Any
 
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
-from fa_inductor.templates.rendering import KernelSource, Problem, padded_dim
+from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
 
 log = logging.getLogger(__name__)
@@ -312,8 +312,13 @@ def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: 
     return made
 
 
-def _candidates(arch: int, problem: Problem, which: str, rows: int | None = None) -> list[configs.TileConfig]:
-    return configs.candidates(arch, problem.element, padded_dim(problem.qk_dim), padded_dim(problem.v_dim), which, rows)
+def _candidates(arch: int, o: _Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
+    from fa_inductor.templates.program import Program
+    from fa_inductor.templates.tiles import leaves_tiles_out
+
+    program = Program.of(o.spec, problem)
+    masked = leaves_tiles_out(program, backward=which != "forward")
+    return configs.candidates(problem.use(arch, masked, program.plain), which)
 
 
 def _lower_forward(
@@ -354,8 +359,7 @@ def _lower_forward(
         grid,
         o.sizes,
     )
-    packed_rows = None if problem.rows is None else problem.rows * problem.group
-    out = _select(call, _candidates(arch, problem, "forward", packed_rows))
+    out = _select(call, _candidates(arch, o, problem, "forward"))
     return _fallback(ops.flash_attention, args, "no configuration compiles") if out is None else (out, lse)
 
 
@@ -421,7 +425,7 @@ def _backward_kernels(
 
     def run(which: str, render: Callable[[configs.TileConfig], KernelSource], layout: Any, grid: Any) -> Any | None:
         call = _Call(which, render, tensors, layout, lambda _: grid, o.sizes)
-        return _select(call, _candidates(arch, problem, which))
+        return _select(call, _candidates(arch, o, problem, which))
 
     # Inductor fuses this reduction with whatever produced grad_out.
     product = lowerings[aten.mul](to_dtype(out, torch.float32), to_dtype(do, torch.float32))

@@ -61,6 +61,8 @@ def _context(
         "wide": program.wide,
         "dead_zero": program.spec.dead_rows == "zero",
         "warp_specialize": config.warp_specialize,
+        "even_q": problem.even_q,
+        "even_kv": problem.even_kv,
     }
 
 
@@ -157,26 +159,35 @@ class _CaptureGradients:
         self.program, self.rows = program, rows
         self.all_loads = tuple(n for n in program.spec.loads() if n.slot in slots)
         self.loads = tuple(n for n in self.all_loads if program.spec.score.depends_on(n))
-        self.row_sums = [f"g{i}" for i, load in enumerate(self.loads) if not depends(load, "kv_idx")]
+        by_row = [i for i, load in enumerate(self.loads) if not depends(load, "kv_idx")]
+        self.row_sums = [f"{kind}{i}" for i in by_row for kind in ("g", "w")]
+        self.sums_rows = bool(by_row) or any(s.depends_on(*self.all_loads) for s in program.spec.sinks)
 
     def derivatives(self, logit: Expr) -> list[Expr]:
         return [d_load(logit, load) for load in self.loads]
 
-    def tile_lines(self, printer: ScorePrinter, logit: Expr, edge: bool) -> list[str]:
-        """Statements for a tile whose ``ds`` (dL/dlogit, float32 [BLOCK_M, BLOCK_N]) is known."""
+    @staticmethod
+    def _inside(value: str, tail: bool) -> str:
+        return f"tl.where(kv_vec[None, :] < KV_LEN, {value}, 0.0)" if tail else value
+
+    def tile_lines(self, printer: ScorePrinter, logit: Expr, tail: bool) -> list[str]:
+        """Statements for a tile whose p, dp and ``ds`` (dL/dlogit) are known, float32 [BLOCK_M, BLOCK_N].
+
+        ``tail``: the tile may hold keys past the end.
+        """
         start = len(printer.lines)
         for i, (load, derivative) in enumerate(zip(self.loads, self.derivatives(logit), strict=True)):
             if derivative == ZERO:
                 continue
-            value = printer.times("ds", derivative)
-            if edge:
-                value = f"tl.where(kv_vec[None, :] < KV_LEN, {value}, 0.0)"
             if not depends(load, "kv_idx"):
-                printer.lines.append(f"g{i} += tl.sum({value}, 1)")
+                for total, factor in ((f"g{i}", "ds"), (f"w{i}", "p")):
+                    value = self._inside(printer.times(factor, derivative), tail)
+                    printer.lines.append(f"{total} += tl.sum({value}, 1)")
                 continue
+            value = self._inside(printer.times("ds", derivative), tail)
             address, mask = printer.element(load, "GRAD")
             conditions = [f"({mask})"] if mask else []
-            if edge:
+            if tail:
                 conditions.append("(kv_vec < KV_LEN)[None, :]")
             store = _ATOMIC
             if depends(load, "q_idx"):
@@ -192,15 +203,20 @@ class _CaptureGradients:
         """Statements after the tile loop: rows reduced to their own element, and the sinks."""
         printer = self.rows
         start = len(printer.lines)
+        if self.sums_rows:
+            exponent = "(sink{0} - row_max) * SCALE - row_log" if self.program.wide else "sink{0} - lse"
+            for i in range(len(self.program.spec.sinks)):
+                printer.lines.append(f"s{i} = tl.exp2({exponent.format(i)})")
+                printer.lines.append(f"delta_error = delta_error - delta * s{i}")
         for i, load in enumerate(self.loads):
             if not depends(load, "kv_idx"):
+                printer.lines.append(f"g{i} = g{i} - delta_error * w{i}")
                 self._add_rows(load, f"g{i}")
-        exponent = "(sink{0} - row_max) * SCALE - row_log" if self.program.wide else "sink{0} - lse"
         for i, sink in enumerate(self.program.spec.sinks):
             loads = [n for n in self.all_loads if sink.depends_on(n)]
             if loads:
                 # A sink has no value, so only the normalisation passes a gradient: its weight times -delta.
-                printer.lines.append(f"s{i} = -delta * tl.exp2({exponent.format(i)})")
+                printer.lines.append(f"s{i} = -(delta + delta_error) * s{i}")
             for load in loads:
                 derivative = printer.emit(d_load(sink, load))
                 block = f"tl.reshape(({derivative}) + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])"
@@ -231,7 +247,7 @@ def dq_kernel(
     logits = {True: spec.score, False: schedule.full}
     rows = ScorePrinter(problem.captures, "r")
     gradients = _CaptureGradients(program, grad_slots, rows)
-    if any(s.depends_on(*gradients.all_loads) for s in spec.sinks):
+    if gradients.sums_rows:
         sink_lines(rows, spec, 1.0 / program.scale if program.wide else LOG2E)
     needed = [
         e
@@ -248,7 +264,7 @@ def dq_kernel(
         printer.assign("logit", program.body(logits[edge]))
         ds = printer.times("ds", program.rest(logits[edge]))
         lines = list(printer.lines)
-        grad_lines = gradients.tile_lines(printer, logits[edge], edge)
+        grad_lines = gradients.tile_lines(printer, logits[edge], edge and not problem.even_kv)
         functions.update(printer.functions)
         return lines, ds, grad_lines
 
@@ -272,6 +288,7 @@ def dq_kernel(
         grads=grads,
         row_lines=row_lines,
         row_sums=gradients.row_sums,
+        sums_rows=gradients.sums_rows,
         full_lines=full_lines,
         full_grad_lines=full_grad_lines,
         edge_lines=edge_lines,

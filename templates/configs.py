@@ -39,34 +39,42 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
     return tuple(TileConfig(*r, tma=True) for r in rows)
 
 
+def _specialised(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
+    return tuple(TileConfig(*r, tma=True, warp_specialize=True) for r in rows)
+
+
 # (arch, bytes per element, padded head dim, pass) -> (block_m, block_n, num_warps, num_stages), ...
+#
+# sm_90 at head dims 64 and 128: measured with benchmarks/tune_tiles.py on an H200 (torch 2.11, triton 3.6), 16384
+# tokens, hidden size 2048, S = 4096, TFLOP/s of the kernel alone in brackets. The other rows are the tiles of those,
+# or of FlashAttention-2, halved until ahead-of-time compilation shows no spills; nothing was timed for them.
 _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     # sm_80, 16-bit: 166912 bytes of shared memory (163 KiB), cp.async stages, mma.sync.
-    (80, 2, 64, "forward"): _rows((128, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 3)),
-    (80, 2, 128, "forward"): _rows((128, 64, 8, 3), (128, 32, 4, 3), (64, 64, 4, 2)),
-    (80, 2, 256, "forward"): _rows((64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
+    (80, 2, 64, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
+    (80, 2, 128, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 4, 3)),
+    (80, 2, 256, "forward"): _rows((64, 64, 8, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
     (80, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
-    (80, 2, 64, "dkdv"): _rows((64, 64, 4, 2), (32, 64, 4, 2)),
-    (80, 2, 128, "dkdv"): _rows((32, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
+    (80, 2, 64, "dkdv"): _rows((32, 64, 4, 2), (64, 64, 4, 2)),
+    (80, 2, 128, "dkdv"): _rows((64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)),
     (80, 2, 256, "dkdv"): _rows((32, 32, 8, 2), (16, 32, 4, 2)),
-    (80, 2, 512, "dkdv"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+    (80, 2, 512, "dkdv"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     (80, 2, 64, "dq"): _rows((64, 64, 4, 2), (64, 32, 4, 2)),
-    (80, 2, 128, "dq"): _rows((64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
+    (80, 2, 128, "dq"): _rows((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
     (80, 2, 256, "dq"): _rows((32, 32, 4, 2), (16, 32, 4, 2)),
-    (80, 2, 512, "dq"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+    (80, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_90, 16-bit: 232448 bytes of shared memory, TMA loads and wgmma.
-    (90, 2, 64, "forward"): _tma((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3)),
-    (90, 2, 128, "forward"): _tma((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
+    (90, 2, 64, "forward"): (*_tma((64, 128, 4, 2)), *_rows((64, 128, 4, 2), (128, 64, 4, 3))),  # 441 439 434
+    (90, 2, 128, "forward"): (*_tma((128, 64, 4, 2)), *_rows((128, 128, 8, 3), (64, 64, 4, 3))),  # 541 506 467
     (90, 2, 256, "forward"): _tma((128, 64, 8, 2), (64, 64, 4, 2)),
-    (90, 2, 512, "forward"): _rows((64, 32, 8, 2), (32, 16, 4, 2), (16, 16, 4, 2)),
-    (90, 2, 64, "dkdv"): _tma((64, 128, 8, 2), (64, 64, 4, 2)),
-    (90, 2, 128, "dkdv"): _rows((64, 128, 8, 2), (64, 64, 4, 2)),
-    (90, 2, 256, "dkdv"): _rows((64, 64, 8, 1), (32, 32, 4, 2)),
-    (90, 2, 512, "dkdv"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
-    (90, 2, 64, "dq"): _tma((128, 64, 8, 3), (64, 64, 4, 2)),
-    (90, 2, 128, "dq"): _tma((128, 64, 8, 3), (64, 64, 4, 2)),
+    (90, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
+    (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 549 506 495
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 602 585 526
+    (90, 2, 256, "dkdv"): _rows((64, 32, 8, 2), (32, 32, 8, 2)),
+    (90, 2, 512, "dkdv"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
+    (90, 2, 64, "dq"): (*_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2), (128, 64, 8, 3))),  # 622 611 609
+    (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 648 607 568
     (90, 2, 256, "dq"): _tma((64, 64, 8, 2), (64, 32, 4, 2)),
-    (90, 2, 512, "dq"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+    (90, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_100, 16-bit: the accumulators live in 512 columns of tensor memory.
     (100, 2, 64, "forward"): _tma((128, 64, 8, 3), (128, 64, 4, 2)),
     (100, 2, 128, "forward"): _tma((128, 128, 8, 2), (128, 64, 4, 2)),
@@ -75,11 +83,23 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (100, 2, 64, "dkdv"): _tma((64, 64, 4, 2), (64, 64, 8, 1)),
     (100, 2, 128, "dkdv"): _tma((64, 64, 8, 2), (64, 64, 4, 1)),
     (100, 2, 256, "dkdv"): _rows((32, 32, 8, 1), (16, 32, 4, 1)),
-    (100, 2, 512, "dkdv"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+    (100, 2, 512, "dkdv"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     (100, 2, 64, "dq"): _tma((128, 64, 8, 2), (64, 64, 4, 2)),
     (100, 2, 128, "dq"): _tma((128, 64, 8, 2), (64, 64, 4, 2)),
     (100, 2, 256, "dq"): _rows((32, 32, 4, 1), (16, 32, 4, 1)),
-    (100, 2, 512, "dq"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+    (100, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
+}  # fmt: skip
+
+# Programs whose mask leaves tiles out: rows that replace those above. Smaller tiles lose less at the mask's edge.
+_MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 64, "forward"): _rows((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),  # causal: 419 416 411
+    (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3), (128, 128, 8, 3)), *_tma((128, 64, 4, 2))),  # causal: 484 478 475
+    (90, 2, 64, "dkdv"): (*_tma((32, 64, 4, 2), (64, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # causal: 427 398 356
+    (90, 2, 128, "dkdv"): (
+        *_specialised((64, 128, 4, 2)), *_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3))  # causal: 520 474 467
+    ),
+    (90, 2, 64, "dq"): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 8, 3), (64, 64, 4, 2))),  # causal: 580 559 551
+    (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3), (64, 64, 4, 2)), *_tma((128, 32, 8, 3))),  # causal: 583 564 575
 }  # fmt: skip
 
 # float32 operands (ieee: FMA units; tf32: tensor cores) need twice the room: the same rows serve every architecture.
@@ -99,33 +119,49 @@ _FLOAT32: dict[tuple[int, str], tuple[TileConfig, ...]] = {
 }
 
 
-def head_dim_row(qk_pad: int, v_pad: int) -> int:
-    """The head dim whose rows serve a kernel with these padded head dims."""
-    return max(64, qk_pad, v_pad)
+@dataclass(frozen=True)
+class Use:
+    """What a configuration is for.
 
-
-def candidates(arch: int, element: int, qk_pad: int, v_pad: int, which: str, rows: int | None) -> list[TileConfig]:
-    """The configurations to try for one kernel, best first.
-
-    Args:
+    Attributes:
         arch: 80, 90 or 100.
         element: bytes of one operand element, 2 or 4.
         qk_pad, v_pad: padded head dims.
-        which: one of :data:`PASSES`.
-        rows: seqlen_q times the heads packed into a tile where known: a forward tile need not be taller.
+        rows: seqlen_q times the query heads of a group, where it is a number.
+        masked: whether the mask leaves tiles out.
+        plain: whether the program reads nothing but scores and indices; warp specialisation is for those alone.
+        tma: whether tensor descriptors can be used.
     """
-    dim = head_dim_row(qk_pad, v_pad)
-    kind = "dq" if which == "rows" else which
-    found = _FLOAT32[dim, kind] if element == 4 else _TABLE[arch, element, dim, kind]
+
+    arch: int
+    element: int
+    qk_pad: int
+    v_pad: int
+    rows: int | None = None
+    masked: bool = False
+    plain: bool = False
+    tma: bool = False
+
+
+def candidates(use: Use, which: str) -> list[TileConfig]:
+    """The configurations to try for one kernel (``which`` of :data:`PASSES`), best first."""
+    dim, kind = max(64, use.qk_pad, use.v_pad), "dq" if which == "rows" else which
+    if use.element == 4:
+        found = _FLOAT32[dim, kind]
+    else:
+        key = (use.arch, use.element, dim, kind)
+        found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":
-        found = tuple(replace(c, tma=False, num_stages=1) for c in found)
-    if which == "forward" and rows is not None and rows <= 64 and element == 2:
-        found = (*dict.fromkeys(_short(c, rows) for c in found),)
-    return list(found)
+        found = tuple(replace(c, tma=False, warp_specialize=False, num_stages=1) for c in found)
+    if not (use.plain and use.tma):
+        found = tuple(c for c in found if not c.warp_specialize)
+    if which == "forward" and use.rows is not None and use.rows <= 64 and use.element == 2:
+        found = tuple(_short(c, use.rows) for c in found)
+    return list(dict.fromkeys(found))
 
 
 def _short(config: TileConfig, rows: int) -> TileConfig:
-    """A configuration for few queries: a tile no taller than they need, and one warp for every 16 rows up to 4."""
+    """A configuration for few queries: a tile no taller than they need, loaded through pointers."""
     block_m = max(16, 1 << (rows - 1).bit_length())
     if block_m >= config.block_m:
         return config

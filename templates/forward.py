@@ -99,6 +99,7 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "wide": program.wide,
         "dead_zero": spec.dead_rows == "zero",
         "warp_specialize": config.warp_specialize,
+        "even_kv": problem.even_kv,
     }
     text, digest = render("common/forward.py.jinja", functions, context)
     constants = {

@@ -169,9 +169,14 @@ class Program:
         return d if self.factor == 1.0 else call("mul", d, Const(1.0 / self.factor))
 
     def may_skip(self, backward: bool) -> bool:
-        """Whether leaving out tiles in which no row keeps a key changes nothing."""
+        """Whether leaving out tiles in which no row keeps a key changes nothing, and there may be such tiles."""
         if self.masked.fill_value != -math.inf or self.masked.keep == TRUE:
             return False
         # A row without keys has P = NaN, hence NaN in every dV, unless the spec asks for zeros: then nothing may be
         # skipped.
         return not backward or self.masks_exactly
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the program reads nothing but scores, indices and sizes."""
+        return not self.spec.loads() and not self.spec.dropout_p

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.configs import TileConfig, Use
 from fa_inductor.templates.score_codegen import DEVICE_FUNCTIONS, CaptureInfo
 
 _HERE = Path(__file__).resolve().parent
@@ -56,6 +56,12 @@ class Problem:
     sizes: tuple[int | None, ...] = ()
     tma: bool = False
     element: int = 2
+
+    def use(self, arch: int, masked: bool, plain: bool) -> Use:
+        """What to choose tile configurations by."""
+        rows = None if self.rows is None else self.rows * self.group
+        dims = padded_dim(self.qk_dim), padded_dim(self.v_dim)
+        return Use(arch, self.element, *dims, rows, masked, plain, self.tma)
 
 
 @dataclass(frozen=True)

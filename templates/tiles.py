@@ -104,6 +104,14 @@ def plan(
     return Plan(tuple(printer.lines), loops, _full_logit(masked, rest), frozenset(printer.functions))
 
 
+def leaves_tiles_out(program: Program, backward: bool) -> bool:
+    """Whether the ranges of the program's mask let a kernel skip tiles."""
+    if not program.may_skip(backward):
+        return False
+    found = KvBounds.of(program.masked.keep)
+    return bool(found.lower or found.upper)
+
+
 def _full_logit(masked: MaskedScore, rest: tuple[Expr, ...]) -> Expr:
     """The logit where the ranges of the mask are known to hold and only ``rest`` is left of it."""
     if not rest:

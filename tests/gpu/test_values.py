@@ -9,10 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_inductor.templates import configs, direct, select
-from fa_inductor.templates.rendering import padded_dim
+from fa_inductor.templates import direct, select
 from tests.templates import families
-from tests.templates.families import FAMILIES, Family, Operands
+from tests.templates.families import FAMILIES, Family
 
 pytestmark = pytest.mark.gpu
 
@@ -32,18 +31,6 @@ SHAPES = [
 ]
 
 
-def tiles(o: Operands, arch: int, index: int = 0) -> direct.Configs:
-    """The configurations that selection takes for these operands, the ``index``-th of each row."""
-    dims = padded_dim(o.q.shape[3]), padded_dim(o.v.shape[3])
-    rows = o.q.shape[2] * (o.q.shape[1] // o.k.shape[1])
-
-    def pick(which: str) -> configs.TileConfig:
-        found = configs.candidates(arch, o.q.element_size(), *dims, which, rows if which == "forward" else None)
-        return found[min(index, len(found) - 1)]
-
-    return direct.Configs(*(pick(w) for w in configs.PASSES))
-
-
 def check(family: Family, dtype: torch.dtype, index: int = 0, arch: int | None = None) -> None:
     o = families.draw(family, dtype, "cuda")
     spec = family.spec()
@@ -53,7 +40,7 @@ def check(family: Family, dtype: torch.dtype, index: int = 0, arch: int | None =
         assert arch is not None
     else:
         options["arch"] = f"sm{arch}"
-    tile = tiles(o, arch, index)
+    tile = direct.choose(spec, direct.problem_of(o.q, o.k, o.v, o.captures, family.sizes, [o.grad_out]), arch, index)
     out, lse = direct.forward(o.q, o.k, o.v, o.captures, family.sizes, spec, tile, **options)
     grads = direct.backward(
         o.grad_out, o.q, o.k, o.v, out, lse, o.captures, family.sizes, spec, o.needs_grad, tile, **options
@@ -106,8 +93,9 @@ def test_strides_past_int32() -> None:
     far = backing.as_strided((2, 1, 300, 64), (2**20, 64, 7_300_000, 1))
     far.copy_(o.k)
     o.k = far
-    tile = tiles(o, 90)
-    out, _ = direct.forward(o.q, o.k, o.v, [], (), family.spec(), tile)
+    spec = family.spec()
+    tile = direct.choose(spec, direct.problem_of(o.q, o.k, o.v, [], ()), 90)
+    out, _ = direct.forward(o.q, o.k, o.v, [], (), spec, tile)
     true_out, _, _ = families.truth(o, family)
     eager_out, _ = families.eager(o, family.spec(), ())
     assert families.error(out, true_out) <= 2 * families.error(eager_out, true_out) + 0.01
