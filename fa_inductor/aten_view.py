@@ -281,11 +281,10 @@ class _Interpreter(fx.Interpreter):
 
     def _output(self, n: fx.Node) -> Any:
         """At the top: whatever interpreted values the rest of the graph uses, so that their users are not forgotten."""
-        if self.path:
-            return super().run_node(n)
         live = view_slice.live_nodes(self.module.graph, is_inplace)  # type: ignore[arg-type]
         used = [a for a in live if a in self.need and any(u in live and u not in self.need for u in a.users)]
-        return [self.env[a] for a in sorted(used, key=lambda a: a.name)]
+        self.builder.kept.extend(self.env[a] for a in sorted(used, key=lambda a: a.name))
+        return super().run_node(n) if self.path else self.builder.kept
 
     def _module(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -338,6 +337,7 @@ class _Builder:
         self.autocast: list[Any] = []
         self.grad_enabled = torch.is_grad_enabled()
         self.keys: list[int] = []
+        self.kept: list[Any] = []
         self.attr_values: dict[int, Any] = {}
         self.tracer: Any = None
         self.aten_graph: fx.Graph = None  # type: ignore[assignment]

@@ -82,6 +82,14 @@ def live_nodes(graph: fx.Graph, is_inplace) -> set[fx.Node]:  # type: ignore[no-
     return live
 
 
+def _written(n: fx.Node) -> list[fx.Node]:
+    """Arguments that an in-place node may write into."""
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.all_input_nodes
+    out = n.kwargs.get("out")
+    return [a for a in pytree.tree_leaves((n.args[:1] or tuple(n.kwargs.values()), out)) if isinstance(a, fx.Node)]
+
+
 @dataclass
 class Slice:
     """Nodes of one graph to interpret, and which of its placeholders they are computed from.
@@ -120,12 +128,10 @@ def _needed(gm: fx.GraphModule, is_inplace, memo: dict[int, Slice]) -> Slice:  #
             inplace.append(n)
     if not slicer.need:
         return Slice(set(), set(), set())
-    for n in (*always, *inplace):
+    for n in always:
         slicer.need.add(n)
         slicer.operands(n.all_input_nodes)
-    for n in reversed(inplace):
-        if slicer.reads(n.all_input_nodes[:1]):  # what is written into a mask or a score counts like what computes it
-            slicer.upstream([n])
+    slicer.writes(inplace)
     return Slice(slicer.need, slicer.inputs, slicer.operand_inputs - slicer.inputs)
 
 
@@ -151,11 +157,34 @@ class _Slicer:
         self.inputs: set[fx.Node] = set()
         self.operand_inputs: set[fx.Node] = set()
         self._full: set[fx.Node] = set()
+        self._memory: dict[fx.Node, set[int]] = {}
 
-    def reads(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether one of ``nodes`` shares memory with a value that is needed with all that computes it."""
-        known = {s for n in (*self._full, *self.inputs) for s in _storages(n)}
-        return any(n in self._full or _storages(n) & known for n in nodes)
+    def writes(self, inplace: list[fx.Node]) -> None:
+        """In-place nodes that write into needed values or into what those are computed from; others change nothing here.
+
+        What is written into a mask or the scores counts like what computes them; elsewhere only the fact of the write does.
+        """
+        waiting, count = inplace[::-1], -1
+        while len(waiting) != count:
+            count = len(waiting)
+            full = self._storages_of(self._full | self.inputs)
+            known = self._storages_of({i for n in self.need for i in (n, *n.all_input_nodes)})
+            for n in list(waiting):
+                into = self._storages_of(_written(n))
+                if into & full:
+                    self.upstream([n])
+                elif into & known:
+                    self.need.add(n)
+                    self.operands(n.all_input_nodes)
+                else:
+                    continue
+                waiting.remove(n)
+
+    def _storages_of(self, nodes: Iterable[fx.Node]) -> set[int]:
+        for n in nodes:
+            if n not in self._memory:
+                self._memory[n] = _storages(n)
+        return {s for n in nodes for s in self._memory[n]}
 
     def below(self, softmax: fx.Node) -> None:
         """The softmax and its users up to the next matmul, with all that they depend on."""
