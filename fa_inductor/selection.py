@@ -74,7 +74,7 @@ def _cpu(match: AttentionMatch, options: Options) -> Choice:
 
 
 def _unprofitable(match: AttentionMatch, options: Options, training: bool) -> str | None:
-    lengths = [hint(match.extent(match.groups[g])) for g in ("query", "key", "qk")]
+    lengths = [size_hint(match, match.extent(match.groups[g])) for g in ("query", "key", "qk")]
     if options.min_seqlen is not None:
         if lengths[1] < options.min_seqlen:
             return f"{lengths[1]} keys are fewer than min_seqlen={options.min_seqlen}"
@@ -82,11 +82,30 @@ def _unprofitable(match: AttentionMatch, options: Options, training: bool) -> st
     return cpu_flash.profitable(match.full_spec(), match.dtype, *lengths, training)
 
 
-def hint(e: sympy.Expr) -> int:
-    """The size at hand for a dimension; run-time sizes count by the value that they were traced with."""
+#: Length assumed for a run-time size whose traced value is not known.
+_ASSUMED_LENGTH = 4096
+
+
+def size_hint(match: AttentionMatch, e: sympy.Expr) -> int:
+    """The size at hand for a dimension; a run-time size counts by the value that it was traced with."""
     if e.is_Integer:
         return int(e)
-    return 4096
+    table = match.place.view.shared("size hints", lambda: _hints(match))
+    value = e.xreplace(table)
+    return int(value) if value.is_Integer else _ASSUMED_LENGTH
+
+
+def _hints(match: AttentionMatch) -> dict[sympy.Expr, sympy.Expr]:
+    """Size symbols of the graph's inputs and their traced values."""
+    table = {}
+    for n in match.place.view.graph.nodes:
+        if n.op != "placeholder":
+            break
+        v = value_of(n)
+        for d in v.shape if isinstance(v, torch.Tensor) else (v,):
+            if isinstance(d, torch.SymInt) and d.node.expr.is_Symbol and d.node.has_hint():
+                table[d.node.expr] = sympy.Integer(d.node.hint)
+    return table
 
 
 def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
