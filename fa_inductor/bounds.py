@@ -59,7 +59,8 @@ class KvBounds:
         The ends are expressions of m0, m1, sizes, and of the loads in ``free``; numbers where all of those are numbers.
         """
         box = _row_box(m0, m1)
-        low, high = ZERO, KV_LEN
+        low: Expr = ZERO
+        high: Expr = KV_LEN
         for e in self.lower:
             x = bounds(e, box, free)[0]
             low = low if x is None else call("maximum", low, x)
@@ -76,7 +77,8 @@ class KvBounds:
         if self.rest:
             return None
         box = _row_box(m0, m1)
-        low, high = ZERO, KV_LEN
+        low: Expr = ZERO
+        high: Expr = KV_LEN
         for e in self.lower:
             x = bounds(e, box, free)[1]
             if x is None:
@@ -207,7 +209,7 @@ def block_range(
     Loads are not read: what depends on them gives no bound. The range is within [0, kv_len] and may be empty.
     """
     table = Facts(q_len, kv_len, tuple(sizes)).table()
-    box = {
+    box: dict[Expr, Bounds] = {
         Q_IDX: (Const(m0), Const(m1 - 1)),
         B: (ZERO, Const(max(batch - 1, 0))),
         H: (ZERO, Const(max(heads - 1, 0))),

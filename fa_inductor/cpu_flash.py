@@ -29,6 +29,7 @@ from fa_inductor.bounds import block_range
 from fa_inductor.cpu_plan import Plan, loads_without_gradient, plan_of, profitable, supports
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import Q_IDX, TRUE, Const, Expr, Load, loads
+from fa_inductor.intervals import Facts
 from fa_inductor.reference import Env, evaluate
 from fa_inductor.spec import AttentionSpec
 
@@ -71,7 +72,7 @@ class _Call:
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], spec: AttentionSpec, fold: bool
 ) -> _Call:
-    plan = plan_of(spec)
+    plan = plan_of(spec, Facts(q.shape[2], k.shape[2], tuple(sizes)))
     if plan.reason:
         raise ProgramError(f"kernel 'aten' cannot run {spec.program}: {plan.reason}")
     dtype = reference.compute_dtype_of(q.dtype)
@@ -208,13 +209,13 @@ def forward(
                 return reference.with_layout(o.to(q.dtype), spec.layout), s.to(torch.float32).contiguous()
         else:
             bad = torch.ones((batch, block.m1 - block.m0), dtype=torch.bool)
-        if out is None:
+        if out is None or lse is None:
             shape = (batch, rows, heads, v.shape[3]) if spec.layout == "bmhd" else (batch, heads, rows, v.shape[3])
             out = q.new_empty(shape).transpose(1, 2) if spec.layout == "bmhd" else q.new_empty(shape)
             lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         if o is not None:
             out[:, :, part], lse[:, :, part] = o, s
-        for b, m0, m1 in () if bad is None else _runs(bad, block.m0):
+        for b, m0, m1 in _runs(bad, block.m0):
             o, s = _dense(q, k, v, c, b, m0, m1)
             out[b : b + 1, :, m0:m1], lse[b : b + 1, :, m0:m1] = o, s
     assert out is not None
@@ -233,8 +234,10 @@ def _with_sinks(out: Tensor, lse: Tensor, c: _Call, block: _Block) -> tuple[Tens
     return out * torch.exp(lse - total).unsqueeze(-1), total  # in float32: one rounding, where it is stored
 
 
-def _runs(bad: Tensor, m0: int) -> Iterator[tuple[int, int, int]]:
-    """(b, m0, m1) of stretches of at most DENSE_M rows that cover every marked row; ``bad`` is bool [B, rows]."""
+def _runs(bad: Tensor | None, m0: int) -> Iterator[tuple[int, int, int]]:
+    """(b, m0, m1) of stretches of at most DENSE_M rows that cover every row marked in ``bad``, bool [B, rows]."""
+    if bad is None:
+        return
     for b in bad.any(1).nonzero().flatten().tolist():
         start = end = -1
         for m in bad[b].nonzero().flatten().tolist():

@@ -14,13 +14,20 @@ from typing import Any
 
 import torch
 
-from fa_inductor.expr import FLOAT, KV_IDX, Q_IDX, SCORE, TRUE, Call, Const, Expr, Load, call, loads
+from fa_inductor.bounds import KvBounds
+from fa_inductor.expr import FLOAT, KV_IDX, Q_IDX, SCORE, TRUE, Call, Const, Expr, Load, call, loads, substitute
+from fa_inductor.intervals import Facts
 from fa_inductor.masks import MASK_FILL, conjuncts, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
 
+#: What the op takes for q, k and v.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _ONE = Const(1.0)
+
+
+_NO_FACTS = Facts()
+_TOP_LEFT = KvBounds(upper=(call("add", Q_IDX, Const(1)),))
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class Plan:
 
     Attributes:
         scale: float expression of (b, h, q_idx) and loads. bias: float expression without score, None for 0.
-        keep: the whole mask. rest: the mask without its top-left causal part when ``causal``, else the whole.
+        keep: the whole mask, with the facts' sizes as numbers.
+        causal: whether the mask has a top-left causal part. rest: the mask without that part.
         fill: the number that replaces masked logits, or is added to them when ``additive``; -inf without a mask.
         reason: why the op cannot compute the program, empty when it can.
     """
@@ -44,9 +52,12 @@ class Plan:
     reason: str = ""
 
 
-@lru_cache(maxsize=512)
-def plan_of(spec: AttentionSpec) -> Plan:
-    """The plan of a program; its ``reason`` says why there is none."""
+@lru_cache(maxsize=1024)
+def plan_of(spec: AttentionSpec, facts: Facts = _NO_FACTS) -> Plan:
+    """The plan of a program; its ``reason`` says why there is none.
+
+    With the sizes at hand in ``facts`` a bottom-right causal mask over equal lengths, say, is known to be top-left.
+    """
     if spec.dropout_p:
         return Plan(reason="dropout is not in ATen's CPU flash attention")
     split = split_mask(spec.score)
@@ -63,16 +74,18 @@ def plan_of(spec: AttentionSpec) -> Plan:
         return Plan(reason=f"masked logits are not one number: {split.fill}")
     if not fill <= MASK_FILL:
         return Plan(reason=f"masked logits of {fill} still attend")
-    atoms = conjuncts(normalise(split.keep))
+    atoms = conjuncts(normalise(substitute(split.keep, facts.table())))
     top_left = [a for a in atoms if _is_top_left_causal(a)]
+    keep: Expr = TRUE
     rest: Expr = TRUE
     for a in atoms:
+        keep = call("and_", keep, a)
         rest = rest if a in top_left else call("and_", rest, a)
-    return Plan(scale, bias, split.keep, rest, bool(top_left), fill, split.additive)
+    return Plan(scale, bias, keep, rest, bool(top_left), fill, split.additive)
 
 
 def _is_top_left_causal(atom: Expr) -> bool:
-    return isinstance(atom, Call) and (atom.fn, *atom.args) in (("le", KV_IDX, Q_IDX), ("ge", Q_IDX, KV_IDX))
+    return KvBounds.of(atom) == _TOP_LEFT
 
 
 def _affine(e: Expr) -> tuple[Expr, Expr | None] | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fa_inductor import cpu_flash, cpu_plan, reference
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import parse
+from fa_inductor.intervals import Facts
 from fa_inductor.spec import AttentionSpec
 
 CAUSAL = "(kv_idx <= q_idx)"
@@ -342,6 +343,18 @@ def test_plan_of_a_huggingface_causal_mask() -> None:
     assert plan.additive
     assert plan.bias is None
     assert str(plan.rest) == "m0[b, kv_idx]"
+
+
+def test_sizes_at_hand_reveal_causality() -> None:
+    def causal(mask: str, q_len: int, kv_len: int, offset: int) -> bool:
+        spec = AttentionSpec(parse(f"where({mask}, score, -inf)"))
+        return cpu_plan.plan_of(spec, Facts(q_len, kv_len, (offset,))).causal
+
+    for mask in ("((q_idx - kv_idx) >= 0)", "(kv_idx < (q_idx + 1))", "~(kv_idx > q_idx)"):
+        assert causal(mask, 5, 9, 4)
+    for mask in (BOTTOM_RIGHT, "(kv_idx <= (q_idx + n0))"):
+        assert causal(mask, 9, 9, 0)
+        assert not causal(mask, 5, 9, 4)
 
 
 def test_profitable() -> None:
