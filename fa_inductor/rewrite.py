@@ -242,6 +242,10 @@ def _shape_output(em: Emitter, match: AttentionMatch, out: fx.Node) -> fx.Node:
     """The op's output with the dimensions, dtype and strides of the value it replaces."""
     g = match.groups
     out = em.rearrange(out, (g["batch"], g["heads"], g["query"], g["v"]), match.output_dims)
+    for cond, zero_when in match.guards:
+        mask = em.rearrange(em.value(cond.node), cond.dims, match.output_dims)
+        zero = em.call(torch.ops.aten.scalar_tensor.default, 0.0, dtype=match.dtype, device=em.device)
+        out = em.call(torch.where, mask, *((zero, out) if zero_when else (out, zero)))
     want = match.output.meta["val"]
     if want.dtype != match.dtype:
         out = em.call(torch.Tensor.to, out, want.dtype)

@@ -111,7 +111,7 @@ def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
         return
     for total in reached(exp, _SUM):
         dims = total.args[1]
-        if not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        if not isinstance(dims, (list, tuple)) or len(dims) != 1 or not dtype(total).is_floating_point:
             continue
         dim = _axis_of_sum(exp, total)
         if dim is None:

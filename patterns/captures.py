@@ -10,11 +10,11 @@ import sympy
 import torch
 from torch import fx
 
-from fa_inductor.expr import Call, Expr
+from fa_inductor.expr import BOOL, FLOAT, Call, Const, Expr
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
-from fa_inductor.patterns.terms import Elem, Index, Unsupported, dtype, kind_of, value_of
+from fa_inductor.patterns.terms import Elem, Index, Lin, Unsupported, dtype, kind_of, value_of
 
 # A kernel evaluates the expression once per score. These bounds keep it cheap beside the two products of a tile; an expression
 # beyond them is left to the code that computes it today, once, and its result is captured.
@@ -24,6 +24,7 @@ _SPLITTABLE = {
     "add", "sub", "mul", "div", "where", "bitwise_and", "logical_and", "bitwise_or", "logical_or", "minimum", "maximum",
     "masked_fill",
 }  # fmt: skip
+_STEPS = {"lt", "le", "gt", "ge", "eq", "ne", "floor", "cast_int", "cast_bool", "isnan"}
 
 
 def calls_in(e: Expr) -> int:
@@ -32,6 +33,39 @@ def calls_in(e: Expr) -> int:
 
 def elems(e: Expr) -> list[Elem]:
     return [x for x in e.walk() if isinstance(x, Elem)]
+
+
+def _is_step(e: Expr) -> bool:
+    """Whether a small error in an argument can change the value a lot: comparisons and conversions of floats."""
+    if not isinstance(e, Call) or not any(a.kind == FLOAT for a in e.args):
+        return False
+    return e.fn in _STEPS
+
+
+def exact(e: Expr, prover: Prover) -> bool:
+    """Whether float32 holds ``e`` exactly as the user's code has it; kernels compute in it, whatever dtypes a mask was made in."""
+    if e.kind != FLOAT or isinstance(e, Const):
+        return True
+    if isinstance(e, Elem):
+        v = value_of(e.node)
+        return isinstance(v, torch.Tensor) and v.dtype is not torch.float64
+    if not isinstance(e, Call):
+        return False
+    if e.fn == "cast_float":
+        return _small(e.args[0], prover)
+    if e.fn in ("where", "minimum", "maximum", "neg", "abs"):
+        return all(exact(a, prover) for a in e.args if a.kind == FLOAT)
+    return False
+
+
+def _small(e: Expr, prover: Prover) -> bool:
+    """Whether the integer or boolean ``e`` is proven to be one that float32 holds."""
+    if isinstance(e, Lin):
+        return prover.holds(2**24 - e.value) and prover.holds(e.value + 2**24)
+    if isinstance(e, Elem):
+        v = value_of(e.node)
+        return isinstance(v, torch.Tensor) and v.dtype in (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16)
+    return e.kind == BOOL or isinstance(e, Const)
 
 
 class SideOperands:
@@ -80,6 +114,8 @@ class SideOperands:
         if len(dense) > (1 if self.dense(whole) else 0):
             return False
         if not all(isinstance(value_of(x.node), torch.SymFloat) or self.place.emittable(x.node) for x in leaves):
+            return False
+        if not all(exact(a, self.prover) for c in e.walk() if _is_step(c) for a in c.children):
             return False
         trained = any(isinstance(value_of(x.node), torch.Tensor) and self.place.requires_grad(x.node) for x in leaves)
         return not trained or calls_in(e) <= _MAX_CALLS_WITH_GRAD

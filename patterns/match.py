@@ -21,6 +21,7 @@ from fa_inductor.expr import BOOL, FLOAT, SCORE, Call, Const, Expr, call, substi
 from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement, total_index
 from fa_inductor.patterns.captures import SideOperands
 from fa_inductor.patterns.finish import Finisher
+from fa_inductor.patterns.guards import Guard, is_zero, row_index, tests_dead_row
 from fa_inductor.patterns.index_map import aten, broadcast
 from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_of_index, split_points
 from fa_inductor.patterns.provenance import Place
@@ -60,6 +61,7 @@ class AttentionMatch:
     region: tuple[fx.Node, ...] = ()
     sdpa: bool = False
     notes: tuple[str, ...] = ()
+    guards: tuple[tuple[Operand, bool], ...] = ()
 
     def full_spec(self) -> AttentionSpec:
         """The spec with its dropout; the seed is captured last."""
@@ -296,6 +298,7 @@ class _Analysis:
         self.extents: Extents = {}
         self.spine = _between(qk, site.anchor.logits)
         self.region: set[fx.Node] = set()
+        self.guards: list[Guard] = []
 
     # -- axes
     def _axis(self, name: str, extent: sympy.Expr) -> sympy.Expr:
@@ -376,10 +379,28 @@ class _Analysis:
         if len(hit) != 1:
             raise Reject("both operands of the product with V depend on the probabilities", pv)
         (node, index), value = hit[0]
-        puller = Puller(self._prover(), lambda x, i: Elem(x, i) if x is site.anchor.node else None)
+        puller = Puller(self._prover())
+        puller.stop = self._weight_stop(puller, below)
         e = puller.element(node, index)
-        self.region |= puller.visited | {site.anchor.node}
+        self.region |= {x for x in puller.visited if x in below} | {site.anchor.node}
         return e, value
+
+    def _weight_stop(self, puller: Puller, below: set[fx.Node]):  # type: ignore[no-untyped-def]
+        """Ends at the probabilities and takes whole-row guards aside."""
+
+        def stop(node: fx.Node, index: Index) -> Expr | None:
+            if node is self.site.anchor.node:
+                return Elem(node, index)
+            if node not in below or op_name(node) != "where" or not isinstance(node.args[0], fx.Node):
+                return None
+            a, b = (puller.operand(x, index) for x in node.args[1:3])
+            guard = Guard(node.args[0], broadcast(index, shape(node.args[0])), is_zero(a))
+            if is_zero(a) == is_zero(b) or not row_index(guard, self.key) or node.args[0] in below:
+                return None
+            self.guards.append(guard)
+            return b if guard.zero_when else a
+
+        return stop
 
     def _probabilities(self, e: Expr) -> tuple[float, Index]:
         """(dropout probability, index into the softmax) of the weight; anything else after the softmax is refused."""
@@ -572,8 +593,23 @@ class _Analysis:
         if scale != 1.0:
             logits, sinks = _rescale(logits, self.qk, scale), sinks
         groups = self._roles(out_dims, rows, columns, q, k, v)
-        return build_match(self.view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, self.qk,
-                           self._region_nodes(q, k, v), site.anchor.dead_rows)  # fmt: skip
+        dead_rows, guards = self._row_guards(prover)
+        match = build_match(self.view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, self.qk,
+                            self._region_nodes(q, k, v), dead_rows)  # fmt: skip
+        match.guards = guards
+        return match
+
+    def _row_guards(self, prover: Prover) -> tuple[str, tuple[tuple[Operand, bool], ...]]:
+        """(rule for dead rows, conditions that zero rows of the output)."""
+        dead_rows, kept = self.site.anchor.dead_rows, []
+        for g in self.guards:
+            if tests_dead_row(g, self.site.anchor):
+                dead_rows = "zero"
+            elif g.cond in self.spine or self.qk in _ancestors(g.cond):
+                raise Reject("rows are zeroed by a condition on the scores that is no test for a row without keys", g.cond)
+            else:
+                kept.append((choose(g.cond, g.index, prover, self.place, self.extents, set(), scales=False), g.zero_when))
+        return dead_rows, tuple(kept)
 
     def _region_nodes(self, *operands: Operand) -> list[fx.Node]:
         nodes = [n for n in self.region if n in self.view.origin]
@@ -606,6 +642,17 @@ class _Analysis:
 def _rescale(e: Expr, product: fx.Node, scale: float) -> Expr:
     hits = [x for x in e.walk() if isinstance(x, Elem) and x.node is product]
     return substitute(e, {h: call("mul", h, Const(scale)) for h in hits})
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        for a in todo.pop().all_input_nodes:
+            if a not in found:
+                found.add(a)
+                todo.append(a)
+    return found
 
 
 def _between(start: fx.Node, end: fx.Node) -> set[fx.Node]:

@@ -92,6 +92,14 @@ def _constant_factor(node: fx.Node) -> tuple[fx.Node, float] | None:
     return node.args[0], float(c) if name == "mul" else 1.0 / float(c)
 
 
+def _may_pass_cast(src: torch.dtype, to: torch.dtype, outermost: torch.dtype) -> bool:
+    """Whether the rewrite reproduces a float cast: it casts to the outermost dtype, so rounding elsewhere must not be passed."""
+    if not (src.is_floating_point and to.is_floating_point):
+        return False
+    old, new = torch.finfo(src), torch.finfo(to)
+    return to is outermost or (new.max >= old.max and new.eps <= old.eps)
+
+
 def levels(node: fx.Node, index: Index, prover: Prover, scales: bool) -> Iterator[Level]:
     """``node`` and what it is a rearrangement (or, with ``scales``, a constant multiple) of, outermost first."""
     level = Level(node, index, 1.0, ())
@@ -105,7 +113,7 @@ def levels(node: fx.Node, index: Index, prover: Prover, scales: bool) -> Iterato
         scale = level.scale
         if pulled is None and op_name(n) in ("_to_copy", "convert_element_type"):
             src = n.args[0]
-            if not (isinstance(src, fx.Node) and dtype(src).is_floating_point and dtype(n).is_floating_point):
+            if not isinstance(src, fx.Node) or not _may_pass_cast(dtype(src), dtype(n), dtype(node)):
                 return
             pulled = src, level.index
         if pulled is None and scales:

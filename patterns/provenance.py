@@ -26,8 +26,8 @@ def _float_tensors(node: fx.Node) -> list[torch.Tensor]:
 class Place:
     """A point of the Dynamo graph (sub-graph path and clock) where a fused op would be inserted."""
 
-    def __init__(self, view: AtenView, path: Path, clock: int):
-        self.view, self.path, self.clock = view, path, clock
+    def __init__(self, view: AtenView, path: Path, clock: int, grad_enabled: bool):
+        self.view, self.path, self.clock, self.grad_enabled = view, path, clock, grad_enabled
         self._emittable: dict[fx.Node, bool] = {}
 
     def holder(self, node: fx.Node) -> DynamoValue | None:
@@ -70,20 +70,19 @@ class Place:
         """The first Dynamo node among the origins of ``nodes`` through which gradient does not flow as its inputs say.
 
         ``detach``, ``.data`` and no_grad blocks inside a region flip ``requires_grad``; an op with an autograd formula of its
-        own would not.
+        own, put in where grad mode is as it is here, would not.
         """
         checked: set[tuple[Path, fx.Node]] = set()
-        states: set[bool] = set()
         for n in nodes:
             origin = self.view.origin.get(n)
             if origin is None or (origin.path, origin.node) in checked or origin.node.op in ("placeholder", "get_attr"):
                 continue
             checked.add((origin.path, origin.node))
-            states.add(origin.grad_enabled)
             outputs = _float_tensors(origin.node)
             if not outputs:
                 continue
             flows = any(t.requires_grad for i in origin.node.all_input_nodes for t in _float_tensors(i))
-            if len(states) > 1 or (origin.grad_enabled and any(t.requires_grad for t in outputs) != flows):
+            cut = origin.grad_enabled and any(t.requires_grad for t in outputs) != flows
+            if cut or (flows and origin.grad_enabled != self.grad_enabled):
                 return origin.node
         return None

@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, call, result_kind
 from fa_inductor.patterns.index_map import aten, broadcast, pull_view, slice_start
@@ -29,6 +30,7 @@ _UNARY = {
 _BINARY = {"mul": "mul", "div": "div", "minimum": "minimum", "maximum": "maximum", "pow": "pow"}
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
 _EXACT_INTEGER = {torch.float32: 2**24, torch.float64: 2**53}
+_PRODUCTS = {"bmm", "mm", "baddbmm"}
 
 Stop = Callable[[fx.Node, Index], "Expr | None"]
 
@@ -53,9 +55,10 @@ def rounded(value: float, dt: torch.dtype) -> float:
 class Puller:
     """Evaluates elements; one instance per set of index ranges, results are memoised."""
 
-    def __init__(self, prover: Prover, stop: Stop | None = None):
+    def __init__(self, prover: Prover, stop: Stop | None = None, dropout: bool = False):
         self.prover = prover
         self.stop = stop
+        self.dropout = dropout  # whether dropout may appear as a term; else it is a value like any other
         self.visited: set[fx.Node] = set()
         self._memo: dict[tuple[fx.Node, Index], Expr] = {}
 
@@ -69,8 +72,14 @@ class Puller:
                     self._memo[key] = stopped
                     return stopped
             self.visited.add(node)
-            self._memo[key] = self._element(node, key[1])
+            self._memo[key] = self._in_dtype(self._element(node, key[1]), node, key[1])
         return self._memo[key]
+
+    def _in_dtype(self, e: Expr, node: fx.Node, index: Index) -> Expr:
+        """``e``, computed with unbounded integers, where the dtype of ``node`` provably holds it; else the value as it is."""
+        if e.kind != INT or not isinstance(value_of(node), torch.Tensor) or kind_of(dtype(node)) != INT:
+            return e
+        return e if fits(e, dtype(node), self.prover) else self.leaf(node, index)
 
     def leaf(self, node: fx.Node, index: Index) -> Expr:
         return Elem(node, index, kind_of(dtype(node)))
@@ -215,8 +224,19 @@ class Puller:
         if name in _BINARY:
             return self._binary(name, node, index)
         if name in _COMPARE:
-            return self.compare(name, self.operand(node.args[0], index), self.operand(node.args[1], index))
+            return self._comparison(name, node, index)
         return self.leaf(node, index)
+
+    def _comparison(self, name: str, node: fx.Node, index: Index) -> Expr:
+        a, b = (self.operand(x, index) for x in node.args[:2])
+        common = common_dtype(node.args[:2])
+        if common in _EXACT_INTEGER or not is_float(common):
+            return self.compare(name, a, b)
+        # torch compares in the tensor's own dtype: numbers are rounded to it first
+        if any(x.kind == INT and not (isinstance(x, Lin) and x.value.is_number) for x in (a, b)):
+            return self.leaf(node, index)
+        a, b = (self._narrow(self.convert(x, FLOAT), common) for x in (a, b))
+        return self.compare(name, a, b)
 
     def _input(self, node: fx.Node, index: Index) -> Expr:
         v = constant_value(node)
@@ -227,6 +247,8 @@ class Puller:
 
     def _unary(self, name: str, node: fx.Node, index: Index) -> Expr:
         dt = dtype(node)
+        if not is_float(dt) and (dt is torch.bool or name not in ("neg", "abs")):
+            return self.leaf(node, index)
         x = self.operand(node.args[0], index, kind_of(dt))
         if isinstance(x, Lin) and name == "neg":
             return Lin(sympy.expand(-x.value))
@@ -286,20 +308,26 @@ class Puller:
         return self.arithmetic("mod", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
 
     def _op_clamp(self, node: fx.Node, index: Index) -> Expr:
-        x = self.operand(node.args[0], index)
         bounds = (*node.args[1:], None, None)[:2]
         low, high = node.kwargs.get("min", bounds[0]), node.kwargs.get("max", bounds[1])
-        if low is not None:
-            x = self.arithmetic("maximum", x, self.operand(low, index), dtype(node))
-        if high is not None:
-            x = self.arithmetic("minimum", x, self.operand(high, index), dtype(node))
-        return x
+        x = self.operand(node.args[0], index)
+        x = x if low is None else self._clamped("maximum", x, low, node, index)
+        return x if high is None else self._clamped("minimum", x, high, node, index)
 
     def _op_clamp_min(self, node: fx.Node, index: Index) -> Expr:
-        return self.arithmetic("maximum", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+        return self._clamped("maximum", self.operand(node.args[0], index), node.args[1], node, index)
 
     def _op_clamp_max(self, node: fx.Node, index: Index) -> Expr:
-        return self.arithmetic("minimum", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+        return self._clamped("minimum", self.operand(node.args[0], index), node.args[1], node, index)
+
+    def _clamped(self, fn: str, x: Expr, bound: Any, node: fx.Node, index: Index) -> Expr:
+        """One side of a clamp. At the bound its gradient is the value's, where that of a maximum would be split in halves."""
+        dt = dtype(node)
+        b = self.operand(bound, index)
+        if not is_float(dt) or (_constant(x) and _constant(b)):
+            return self.arithmetic(fn, x, b, dt)
+        x, b = self.convert(x, FLOAT), self._narrow(self.convert(b, FLOAT), dt)
+        return self.prover.where(self.compare("lt" if fn == "maximum" else "gt", x, b), b, x)
 
     def _logic(self, fn: str, node: fx.Node, index: Index) -> Expr:
         if dtype(node) is not torch.bool:
@@ -359,7 +387,8 @@ class Puller:
             return self._lift(lambda x: self._narrow(x, dt), e)
         if isinstance(e, Call) and e.fn == "cast_float" and isinstance(e.args[0], Lin):
             return self._exact_float(e.args[0].value, dt)
-        return e
+        cast = narrowed(e, dtype(src), dt)
+        return self.leaf(node, index) if cast is None else cast
 
     _op_convert_element_type = _op__to_copy
 
@@ -521,9 +550,82 @@ class Puller:
         src = node.args[0]
         if isinstance(src, fx.Node) and op_name(src) == "native_dropout" and node.args[1] == 0:
             p, train = src.args[1], src.args[2]
-            x = self.operand(src.args[0], index)
-            return x if train is False or p == 0 else Dropped(x, float(p))  # type: ignore[arg-type]
+            if train is False or p == 0:
+                return self.operand(src.args[0], index)
+            if self.dropout and 0 < float(p) < 1:  # type: ignore[arg-type]
+                return Dropped(self.operand(src.args[0], index), float(p))  # type: ignore[arg-type]
         return self.leaf(node, index)
+
+
+#: Sizes are taken to stay below this where an int32 index could otherwise not be proven to be one.
+_SIZE_LIMIT = 2**27
+
+
+def fits(e: Expr, dt: torch.dtype, prover: Prover) -> bool:
+    """Whether the integer ``e`` is proven to lie in the range of ``dt``, so that no step of its computation wrapped around."""
+    if dt is torch.int64:
+        return True
+    info = torch.iinfo(dt)
+    if isinstance(e, Lin):
+        return _bounded(e.value, info.min, info.max, prover, dt is torch.int32)
+    if isinstance(e, Const):
+        return info.min <= e.value <= info.max
+    if isinstance(e, Elem):
+        own = value_of(e.node)
+        if not isinstance(own, torch.Tensor) or own.dtype is torch.bool or own.dtype.is_floating_point:
+            return False
+        return info.min <= torch.iinfo(own.dtype).min and torch.iinfo(own.dtype).max <= info.max
+    if isinstance(e, Call) and e.fn in ("where", "minimum", "maximum"):
+        return all(fits(a, dt, prover) for a in e.args[-2:])
+    return False
+
+
+def _bounded(e: sympy.Expr, low: int, high: int, prover: Prover, sizes: bool) -> bool:
+    if prover.holds(e - low) and prover.holds(high - e):
+        return True
+    # Small multiples of single indices and sizes: no tensor of attention is as long as it takes to leave int32.
+    total = 0
+    for t in sympy.Add.make_args(sympy.expand(e)):
+        c, rest = t.as_coeff_Mul()
+        if not c.is_Integer or not (rest == 1 or rest.is_Symbol or isinstance(rest, (FloorDiv, Mod))):
+            return False
+        total += abs(int(c)) * (1 if rest == 1 else _SIZE_LIMIT)
+    return sizes and total <= high
+
+
+def common_dtype(args: Sequence[Any]) -> torch.dtype:
+    """The dtype in which torch compares two operands."""
+    values = [value_of(a) if isinstance(a, fx.Node) else a for a in args]
+    plain = [float(v) if isinstance(v, torch.SymFloat) else int(v) if isinstance(v, torch.SymInt) else v for v in values]
+    return torch.result_type(*plain)
+
+
+def narrowed(e: Expr, src: torch.dtype, dt: torch.dtype) -> Expr | None:
+    """The float ``e`` cast from ``src`` to ``dt``; None where dropping the cast could show.
+
+    A cast to fewer bits only rounds, which a fused op need not repeat, unless it turns large numbers into infinity, or is
+    so coarse that it is meant as quantisation, or rounds what is only stored: then the rounded tensor is at hand.
+    """
+    old, new = torch.finfo(src), torch.finfo(dt)
+    if new.max >= old.max and new.eps <= old.eps:
+        return e
+    if isinstance(e, Const):
+        return Const(rounded(float(e.value), dt))
+    if dt.itemsize < 2:
+        return None
+    if isinstance(e, Elem):
+        return e if op_name(e.node) in _PRODUCTS else None
+    if not isinstance(e, Call):
+        return None
+    if e.fn == "where":
+        a, b = narrowed(e.args[1], src, dt), narrowed(e.args[2], src, dt)
+        return None if a is None or b is None else call("where", e.args[0], a, b)
+    if new.max >= old.max or e.fn in ("tanh", "sigmoid", "sin", "cos", "erf"):
+        return e
+    if e.fn in ("mul", "div") and isinstance(e.args[1], Const):
+        inner = narrowed(e.args[0], src, dt)
+        return e if inner == e.args[0] else None
+    return None
 
 
 class _SliceArgs:

@@ -13,7 +13,9 @@ from fa_inductor.expr import BOOL, FLOAT, INT, Expr
 
 Index = tuple[sympy.Expr, ...]
 
-_INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGRAL = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,14 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def kind_of(dt: torch.dtype) -> str:
+    """The program's kind for values of a dtype; raises `Unsupported` for complex numbers and the like."""
     if dt is torch.bool:
         return BOOL
-    return INT if dt in _INTEGRAL else FLOAT
+    if dt in _INTEGRAL:
+        return INT
+    if not dt.is_floating_point:
+        raise Unsupported(f"values of {dt}")
+    return FLOAT
 
 
 def numel(dims: Sequence[sympy.Expr]) -> sympy.Expr:
