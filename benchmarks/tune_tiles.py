@@ -1,9 +1,11 @@
 """Time tile configurations of the kernels on the GPU at hand: where the rows of templates/configs.py come from.
 
-    python -m benchmarks.tune_tiles --out results.json [--dims 64 128] [--passes forward dkdv dq]
+    python -m benchmarks.tune_tiles --out results.json --jobs dkdv:128:full:4096 forward:128:bias:4096
 
-16384 tokens, hidden size 2048, bfloat16, sequence length 4096, random data; median of triton.testing.do_bench. The
-sizes and strides are numbers in the kernels' text, as Inductor renders them under static shapes.
+A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w4s2TW``
+(T: tensor descriptors, W: warp specialised). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
+triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as Inductor renders them under static
+shapes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
@@ -18,11 +21,13 @@ from typing import Any
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.configs import TileConfig
 
-TOKENS, HIDDEN, LENGTH = 16384, 2048, 4096
+TOKENS, HIDDEN = 16384, 2048
 PROGRAMS = {
     "full": "attention(score=score * {scale})",
     "causal": "attention(score=where(q_idx >= kv_idx, score * {scale}, -inf))",
+    "bias": "attention(score=score * {scale} + f0[h, q_idx, kv_idx])",
 }
+Job = tuple[str, int, str, int, TileConfig]
 _FORWARD = [
     *product((128,), (128,), (8,), (2, 3)), *product((128,), (64,), (8,), (2, 3, 4)), (128, 64, 4, 2), (128, 64, 4, 3),
     *product((64,), (64,), (4,), (2, 3)), (64, 128, 4, 2), (128, 128, 4, 2), (128, 32, 8, 4), (64, 32, 4, 3),
@@ -56,27 +61,48 @@ def configurations(which: str, dim: int) -> list[TileConfig]:
     return found
 
 
+def parse(job: str) -> list[Job]:
+    """The configurations of one --jobs argument."""
+    which, dim, program, length, *tiles = job.split(":")
+    if not tiles:
+        return [(which, int(dim), program, int(length), c) for c in configurations(which, int(dim))]
+    found = []
+    for text in tiles[0].split(","):
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(W?)", text)
+        if match is None:
+            raise SystemExit(f"{text!r} is not of the form 64x64w4s2TW")
+        m, n, w, st = map(int, match.groups()[:4])
+        found.append(TileConfig(m, n, w, st, tma=bool(match[5]), warp_specialize=bool(match[6])))
+    return [(which, int(dim), program, int(length), c) for c in found]
+
+
 class Case:
     """One kernel at one shape: builds the operands and times a configuration."""
 
-    def __init__(self, which: str, dim: int, program: str) -> None:
+    def __init__(self, which: str, dim: int, program: str, length: int, real: bool) -> None:
         import torch
 
         from fa_inductor.templates import direct
 
         direct.set_allocator(torch.device("cuda"))
-        self.which, self.dim = which, dim
+        self.which, self.dim, self.length = which, dim, length
         self.spec = AttentionSpec.parse(PROGRAMS[program].format(scale=dim**-0.5))
-        heads, batch = HIDDEN // dim, TOKENS // LENGTH
-        shape = (batch, heads, LENGTH, dim)
-        make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-        self.q, self.k, self.v, self.do = make(), make(), make(), make()
+        heads, batch = HIDDEN // dim, TOKENS // length
+        shape = (batch, heads, length, dim)
+        make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        self.q, self.k, self.v, self.do = (make(*shape) for _ in range(4))
+        self.captures = [make(heads, length, length)] if program == "bias" else []
         self.out, self.dv = torch.empty_like(self.q), torch.empty_like(self.v)
-        self.lse = torch.full(shape[:3], 8.0, device="cuda")
-        self.delta = torch.zeros_like(self.lse)
-        self.problem = direct.problem_of(self.q, self.k, self.v, [], (), [self.do])
+        self.lse = torch.zeros(shape[:3], device="cuda")
+        self.delta, self.row_log = torch.zeros_like(self.lse), torch.zeros_like(self.lse)
+        self.problem = direct.problem_of(self.q, self.k, self.v, self.captures, (), [self.do])
+        if real:
+            # The statistics decide how large the weights are, and with them how much power the tensor cores draw.
+            configs = direct.choose_all(self.spec, self.problem, 80)
+            out, self.lse = direct.forward(self.q, self.k, self.v, self.captures, (), self.spec, configs)
+            self.delta = (out.float() * self.do.float()).sum(-1)
         products = {"forward": 4, "dkdv": 8, "dq": 6}[which]
-        self.flops = products * batch * heads * LENGTH * LENGTH * dim * (0.5 if program == "causal" else 1.0)
+        self.flops = products * batch * heads * length * length * dim * (0.5 if program == "causal" else 1.0)
         self.heads = batch * heads
 
     def prepare(self, config: TileConfig) -> tuple[Any, list[Any], int, dict[str, int]]:
@@ -87,12 +113,13 @@ class Case:
         }[self.which]  # fmt: skip
         kernel = render(self.spec, self.problem, config)
         tensors = {
-            "Q": self.q, "K": self.k, "V": self.v, "DO": self.do, "LSE": self.lse, "DELTA": self.delta, "DV": self.dv
+            "Q": self.q, "K": self.k, "V": self.v, "DO": self.do, "LSE": self.lse, "DELTA": self.delta, "DV": self.dv,
+            "ROW_MAX": self.lse, "ROW_LOG": self.row_log, **{f"CAP{i}": c for i, c in enumerate(self.captures)},
         }  # fmt: skip
         function, values = standalone.prepare(kernel, tensors, self.out, fixed=True)
         block = config.block_n if self.which == "dkdv" else config.block_m
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return function, values, -(-LENGTH // block) * self.heads, options
+        return function, values, -(-self.length // block) * self.heads, options
 
     def compile(self, config: TileConfig) -> None:
         function, values, grid, options = self.prepare(config)
@@ -106,51 +133,47 @@ class Case:
         return float(do_bench(lambda: function[(grid,)](*values, **options), warmup=10, rep=40, return_mode="median"))
 
 
-def _compile(job: tuple[str, int, str, TileConfig]) -> tuple[tuple[str, int, str, TileConfig], str]:
-    which, dim, program, config = job
+def _compile(job: Job) -> tuple[Job, str]:
+    *case, config = job
     try:
-        Case(which, dim, program).compile(config)
+        Case(*case, real=False).compile(config)
     except Exception as e:
         return job, f"{type(e).__name__}: {e}"[:120]
     return job, ""
 
 
+def _time(case: Case, config: TileConfig, reason: str) -> dict[str, Any]:
+    ms = None
+    if not reason:
+        try:
+            ms = case.time(config)
+        except Exception as e:
+            reason = f"{type(e).__name__}: {e}"[:120]
+    return {**asdict(config), "ms": ms, "tflops": case.flops / ms * 1e-9 if ms else 0.0, "reason": reason}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="tune_tiles.json")
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--passes", nargs="+", default=list(TILES))
+    parser.add_argument("--jobs", nargs="+", required=True)
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--top", type=int, default=4)
+    parser.add_argument("--top", type=int, default=6)
     args = parser.parse_args()
-    jobs = [
-        (which, dim, program, config)
-        for which, dim, program in product(args.passes, args.dims, PROGRAMS)
-        for config in configurations(which, dim)
-    ]
-    with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=40) as pool:
+    jobs = [job for text in args.jobs for job in parse(text)]
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         failures = {job: reason for job, reason in pool.imap_unordered(_compile, jobs, chunksize=2) if reason}
     results: list[dict[str, Any]] = []
-    for which, dim, program in product(args.passes, args.dims, PROGRAMS):
-        case, rows = Case(which, dim, program), []
-        for config in configurations(which, dim):
-            reason = failures.get((which, dim, program, config), "")
-            ms = None
-            if not reason:
-                try:
-                    ms = case.time(config)
-                except Exception as e:
-                    reason = f"{type(e).__name__}: {e}"[:120]
-            row = {"pass": which, "dim": dim, "program": program, **asdict(config), "ms": ms, "reason": reason}
-            row["tflops"] = case.flops / ms * 1e-9 if ms else 0.0
-            rows.append(row)
-        results += rows
+    for key in dict.fromkeys(job[:4] for job in jobs):
+        case = Case(*key, real=True)
+        rows = [_time(case, job[4], failures.get(job, "")) for job in jobs if job[:4] == key]
+        results += [{"pass": key[0], "dim": key[1], "program": key[2], "length": key[3], **r} for r in rows]
         rows.sort(key=lambda r: -r["tflops"])
-        print(which, dim, program, sum(1 for r in rows if r["ms"] is None), "failed")
-        for r in rows[: args.top]:
-            flags = ("tma " if r["tma"] else "") + ("ws" if r["warp_specialize"] else "")
-            print(f"   {r['block_m']}x{r['block_n']} w{r['num_warps']} st{r['num_stages']} {flags}: "
-                  f"{r['ms']:.3f} ms {r['tflops']:.0f} TFLOP/s")  # fmt: skip
+        cells = [
+            f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}{'T' * r['tma']}{'W' * r['warp_specialize']}"
+            f" {r['tflops']:.0f}"
+            for r in rows[: args.top]
+        ]
+        print(*key, sum(1 for r in rows if r["ms"] is None), "failed:", "; ".join(cells), flush=True)
     with open(args.out, "w") as f:
         json.dump(results, f, indent=1)
 

@@ -145,6 +145,7 @@ def _problem(o: _Operands) -> Problem:
         precision=_float32_precision(),
         rows=_number(rows),
         cols=_number(cols),
+        square=sizevars.statically_known_leq(rows, cols),
         sizes=tuple(_number(s) for s in o.sizes),
         tma=all(_descriptor_fits(t) for t in operands),
         element=o.q.get_dtype().itemsize,
@@ -313,12 +314,10 @@ def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: 
 
 
 def _candidates(arch: int, o: _Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
+    from fa_inductor.templates import tiles
     from fa_inductor.templates.program import Program
-    from fa_inductor.templates.tiles import leaves_tiles_out
 
-    program = Program.of(o.spec, problem)
-    masked = leaves_tiles_out(program, backward=which != "forward")
-    return configs.candidates(problem.use(arch, masked, program.plain), which)
+    return tiles.choose(Program.of(o.spec, problem), problem, arch, which)
 
 
 def _lower_forward(

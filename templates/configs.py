@@ -102,6 +102,17 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3), (64, 64, 4, 2)), *_tma((128, 32, 8, 3))),  # causal: 583 564 575
 }  # fmt: skip
 
+# Programs that read a bias or mask of the scores' size: its tile needs registers too.
+_LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 128, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 3)),
+}
+
+# Short sequences without a mask: making a tensor descriptor takes about as long as one tile.
+SHORT = 1024
+_SHORT: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 128, "forward"): _rows((64, 64, 4, 3), (128, 64, 8, 3)),
+}
+
 # float32 operands (ieee: FMA units; tf32: tensor cores) need twice the room: the same rows serve every architecture.
 _FLOAT32: dict[tuple[int, str], tuple[TileConfig, ...]] = {
     (64, "forward"): _rows((64, 32, 4, 2), (32, 32, 4, 2)),
@@ -128,9 +139,10 @@ class Use:
         element: bytes of one operand element, 2 or 4.
         qk_pad, v_pad: padded head dims.
         rows: seqlen_q times the query heads of a group, where it is a number.
+        keys: seqlen_kv where it is a number.
         masked: whether the mask leaves tiles out.
-        plain: whether the program reads nothing but scores and indices; warp specialisation is for those alone.
-        tma: whether tensor descriptors can be used.
+        loads_tiles: whether a tensor of the scores' size is read.
+        specialise: whether warp specialisation can be used.
     """
 
     arch: int
@@ -138,22 +150,27 @@ class Use:
     qk_pad: int
     v_pad: int
     rows: int | None = None
+    keys: int | None = None
     masked: bool = False
-    plain: bool = False
-    tma: bool = False
+    loads_tiles: bool = False
+    specialise: bool = False
 
 
 def candidates(use: Use, which: str) -> list[TileConfig]:
     """The configurations to try for one kernel (``which`` of :data:`PASSES`), best first."""
     dim, kind = max(64, use.qk_pad, use.v_pad), "dq" if which == "rows" else which
+    key = (use.arch, use.element, dim, kind)
     if use.element == 4:
         found = _FLOAT32[dim, kind]
+    elif use.loads_tiles and key in _LOADS_TILES:
+        found = _LOADS_TILES[key]
+    elif use.keys is not None and use.keys <= SHORT and not use.masked and key in _SHORT:
+        found = _SHORT[key]
     else:
-        key = (use.arch, use.element, dim, kind)
         found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":
         found = tuple(replace(c, tma=False, warp_specialize=False, num_stages=1) for c in found)
-    if not (use.plain and use.tma):
+    if not use.specialise:
         found = tuple(c for c in found if not c.warp_specialize)
     if which == "forward" and use.rows is not None and use.rows <= 64 and use.element == 2:
         found = tuple(_short(c, use.rows) for c in found)

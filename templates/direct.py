@@ -16,12 +16,12 @@ from torch import Tensor
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import standalone
 from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
-from fa_inductor.templates.configs import PASSES, TileConfig, candidates
+from fa_inductor.templates.configs import PASSES, TileConfig
 from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
-from fa_inductor.templates.tiles import leaves_tiles_out
+from fa_inductor.templates.tiles import choose
 
 _INT32 = 2**31 - 1
 #: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
@@ -59,6 +59,7 @@ def problem_of(
         precision="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         rows=rows,
         cols=cols,
+        square=rows <= cols,
         sizes=tuple(sizes),
         tma=all(descriptor_fits(t) for t in operands),
         element=q.element_size(),
@@ -81,13 +82,11 @@ class Configs:
     rows: TileConfig
 
 
-def choose(spec: AttentionSpec, problem: Problem, arch: int, index: int = 0) -> Configs:
+def choose_all(spec: AttentionSpec, problem: Problem, arch: int, index: int = 0) -> Configs:
     """The ``index``-th configuration of each kernel's row (the last one where the row is shorter)."""
-    program = Program.of(spec, problem)
 
     def pick(which: str) -> TileConfig:
-        masked = leaves_tiles_out(program, backward=which != "forward")
-        found = candidates(problem.use(arch, masked, program.plain), which)
+        found = choose(Program.of(spec, problem), problem, arch, which)
         return found[min(index, len(found) - 1)]
 
     return Configs(*(pick(w) for w in PASSES))

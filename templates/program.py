@@ -18,8 +18,9 @@ from functools import cached_property, lru_cache
 
 from fa_inductor.bounds import Facts, row_always_has_key
 from fa_inductor.derivative import d_score
-from fa_inductor.expr import BOOL, FLOAT, INT, TRUE, Call, Const, Expr, Load, call
-from fa_inductor.masks import MaskedScore, split_mask
+from fa_inductor.expr import BOOL, FLOAT, INT, KV_IDX, Q_IDX, TRUE, Call, Const, Expr, Load, call, substitute
+from fa_inductor.intervals import never_negative
+from fa_inductor.masks import MaskedScore, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.rendering import Problem
 
@@ -103,6 +104,29 @@ def pull_factor(e: Expr) -> tuple[Expr, float]:
     return e, 1.0
 
 
+def keeps_diagonal(keep: Expr, facts: Facts) -> bool:
+    """Whether a mask is proven to keep kv_idx == q_idx in every row, as causal masks within documents do."""
+
+    def holds(e: Expr) -> bool:
+        if e == TRUE:
+            return True
+        if not isinstance(e, Call):
+            return False
+        if e.fn in ("and_", "or_"):
+            return (all if e.fn == "and_" else any)(holds(a) for a in e.args)
+        if e.fn not in ("eq", "le", "ge", "lt", "gt") or e.args[0].kind != INT:
+            return False
+        x, y = e.args
+        if x == y:
+            return e.fn in ("eq", "le", "ge")
+        if e.fn in ("le", "lt"):
+            x, y = y, x
+        gap = call("sub", x, y)
+        return e.fn != "eq" and never_negative(call("sub", gap, Const(1)) if e.fn in ("lt", "gt") else gap, facts)
+
+    return holds(normalise(substitute(keep, {KV_IDX: Q_IDX})))
+
+
 @dataclass(frozen=True)
 class Program:
     """One attention as the kernels compute it.
@@ -123,7 +147,8 @@ class Program:
         masked = split_mask(spec.score)
         if masked.fill is None or masked.keep == TRUE:
             return Program(spec, masked, True)
-        keeps = row_always_has_key(masked.keep, Facts(problem.rows, problem.cols, problem.sizes))
+        facts = Facts(problem.rows, problem.cols, problem.sizes)
+        keeps = row_always_has_key(masked.keep, facts) or (problem.square and keeps_diagonal(masked.keep, facts))
         value = masked.fill_value
         if keeps and value is not None and -math.inf < value <= VANISHING_FILL:
             spec = replace(spec, score=call("where", masked.keep, masked.live, Const(-math.inf)))
@@ -176,7 +201,16 @@ class Program:
         # skipped.
         return not backward or self.masks_exactly
 
+    def loads(self, kernel: str) -> list[Load]:
+        """The captured loads that a kernel (``dkdv`` or another) makes for each score; sinks are read once a row."""
+        exprs = (self.spec.score,) if kernel == "dkdv" else self.spec.expressions
+        return [n for n in self.spec.loads() if any(e.depends_on(n) for e in exprs)]
+
+    def is_plain(self, kernel: str) -> bool:
+        """Whether a kernel reads nothing but scores, indices and sizes."""
+        return not self.loads(kernel) and not self.spec.dropout_p
+
     @cached_property
-    def plain(self) -> bool:
-        """Whether the program reads nothing but scores, indices and sizes."""
-        return not self.spec.loads() and not self.spec.dropout_p
+    def loads_tiles(self) -> bool:
+        """Whether a tensor is read at every (q_idx, kv_idx): a bias or a mask of the scores' size, or a gather."""
+        return any(n.depends_on(Q_IDX) and n.depends_on(KV_IDX) for n in self.spec.loads())

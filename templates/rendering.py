@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fa_inductor.templates.configs import TileConfig, Use
+from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.score_codegen import DEVICE_FUNCTIONS, CaptureInfo
 
 _HERE = Path(__file__).resolve().parent
@@ -35,6 +35,7 @@ class Problem:
         even_q, even_kv: whether the length is proven a multiple of 128.
         precision: ``ieee`` or ``tf32``; how float32 operands are multiplied.
         rows, cols: seqlen_q and seqlen_kv where they are numbers, else None.
+        square: whether seqlen_q <= seqlen_kv is proven, so that every row has a key of its own index.
         sizes: values of the run-time sizes n0, n1, ... where they are numbers.
         tma: whether strides and alignment allow tensor descriptors (base and outer strides multiples of 16 bytes,
             innermost stride 1: CUDA driver API, cuTensorMapEncodeTiled).
@@ -53,15 +54,10 @@ class Problem:
     precision: str = "ieee"
     rows: int | None = None
     cols: int | None = None
+    square: bool = False
     sizes: tuple[int | None, ...] = ()
     tma: bool = False
     element: int = 2
-
-    def use(self, arch: int, masked: bool, plain: bool) -> Use:
-        """What to choose tile configurations by."""
-        rows = None if self.rows is None else self.rows * self.group
-        dims = padded_dim(self.qk_dim), padded_dim(self.v_dim)
-        return Use(arch, self.element, *dims, rows, masked, plain, self.tma)
 
 
 @dataclass(frozen=True)

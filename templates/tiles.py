@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import reduce
 
 from fa_inductor.bounds import KvBounds
-from fa_inductor.expr import KV_IDX, KV_LEN, Q_IDX, Q_LEN, Const, Expr, H, Load, Sym, call, substitute
-from fa_inductor.masks import MaskedScore
+from fa_inductor.expr import BOOL, INT, KV_IDX, KV_LEN, Q_IDX, Q_LEN, Call, Const, Expr, H, Load, Sym, call, substitute
+from fa_inductor.masks import MaskedScore, conjuncts, normalise
+from fa_inductor.templates.configs import TileConfig, Use, candidates
 from fa_inductor.templates.program import Program
-from fa_inductor.templates.rendering import Problem
+from fa_inductor.templates.rendering import Problem, padded_dim
 from fa_inductor.templates.score_codegen import ScorePrinter
 
 _FIRST, _END = Sym("block_first"), Sym("block_end")
@@ -71,7 +72,8 @@ def plan(
         return f"tl.cast({printer.emit(e)}, tl.int32)"
 
     tail = Loop("full_hi", "tile_hi", True)
-    if not (found.lower or found.upper):
+    scan = _Scan(keep, packed) if skip and not single else None
+    if not (found.lower or found.upper or (scan and scan.atoms)):
         # Nothing is known of where the mask holds: every tile evaluates the whole program.
         if single:
             return Plan((), (Loop("0", length, True),), score, frozenset())
@@ -84,15 +86,16 @@ def plan(
     assert high is not None
     printer.lines.append(f"tile_lo = tl.maximum({text(low)}, 0) // {block} * {block}" if skip else "tile_lo = 0")
     printer.lines.append(f"tile_hi = tl.minimum({text(high)}, {length})" if skip else f"tile_hi = {length}")
+    if scan is not None and scan.atoms:
+        printer.lines += scan.lines(problem, keys, length, block, printer.functions)
     partial = KvBounds(found.lower, found.upper).block_full(_FIRST, _END, free)
-    starts_at_zero = not skip or low == Const(0)
     if single or partial is None:
         loops = (Loop("tile_lo", "tile_hi", True),)
         return Plan(tuple(printer.lines), loops, score, frozenset(printer.functions))
     full_low, full_high = partial
-    if full_low == Const(0) and starts_at_zero:
-        printer.lines.append("full_lo = 0")
-        head: tuple[Loop, ...] = ()
+    head: tuple[Loop, ...] = ()
+    if full_low == Const(0):
+        printer.lines.append("full_lo = tile_lo")
     else:
         printer.lines.append(f"full_lo = tl.cdiv(tl.maximum({text(full_low)}, tile_lo), {block}) * {block}")
         printer.lines.append("full_lo = tl.minimum(full_lo, tl.maximum(tile_hi, tile_lo))")
@@ -104,12 +107,100 @@ def plan(
     return Plan(tuple(printer.lines), loops, _full_logit(masked, rest), frozenset(printer.functions))
 
 
+class _Scan:
+    """Narrows a block's range by what captured tensors say of each key, before the loop over tiles.
+
+    An atom of the mask that compares something of the query with something of the key (``doc[q_idx] ==
+    doc[kv_idx]``), or reads the key alone (``keep[kv_idx]``), excludes keys for the whole block once the query's
+    side is replaced by its least and greatest value there. One pass over the keys, a vector at a time, finds the
+    first and the last key that remains. Packed documents and padding become ranges that way, at the cost of reading
+    the captured row once a block.
+    """
+
+    #: Keys looked at in one step of the pass.
+    WIDTH = 1024
+
+    def __init__(self, keep: Expr, packed: bool) -> None:
+        self.atoms = [a for a in conjuncts(normalise(keep)) if self._usable(a) and not (packed and a.depends_on(H))]
+
+    @staticmethod
+    def _usable(atom: Expr) -> bool:
+        reads_key = any(isinstance(n, Load) and n.depends_on(KV_IDX) for n in atom.walk())
+        if not reads_key or atom.kind != BOOL:
+            return False
+        if not atom.depends_on(Q_IDX):
+            return True
+        if not (isinstance(atom, Call) and atom.fn in _TURNED and atom.args[0].kind == INT):
+            return False
+        return sorted(x.depends_on(KV_IDX) for x in atom.args) == [False, True] and not any(
+            x.depends_on(KV_IDX) and x.depends_on(Q_IDX) for x in atom.args
+        )
+
+    def lines(self, problem: Problem, keys: bool, length: str, block: str, functions: set[str]) -> list[str]:
+        other = {} if keys else _swapped_names()
+        outer = ScorePrinter(problem.captures, "a", {Q_IDX: "q_idx" if keys else "kv_idx", **other})
+        inner = ScorePrinter(problem.captures, "c", {Q_IDX: "q_idx", KV_IDX: "scan_idx", **other})
+        hits = [self._hit(a, outer, inner) for a in self.atoms]
+        functions |= outer.functions | inner.functions
+        return [
+            *outer.lines,
+            "scan_lo = tile_hi",
+            "scan_hi = tile_lo",
+            f"for scan_start in tl.range(tile_lo, tile_hi, {self.WIDTH}, num_stages=1):",
+            f"    scan_vec = scan_start + tl.arange(0, {self.WIDTH})",
+            f"    scan_idx = tl.minimum(scan_vec, {length} - 1)",
+            *("    " + line for line in inner.lines),
+            f"    hit = (scan_vec < tile_hi) & {' & '.join(hits)}",
+            "    scan_lo = tl.minimum(scan_lo, tl.min(tl.where(hit, scan_vec, tile_hi), 0))",
+            "    scan_hi = tl.maximum(scan_hi, tl.max(tl.where(hit, scan_vec + 1, tile_lo), 0))",
+            f"tile_lo = tl.maximum(tile_lo, scan_lo // {block} * {block})",
+            "tile_hi = tl.minimum(tile_hi, scan_hi)",
+        ]
+
+    @staticmethod
+    def _hit(atom: Expr, outer: ScorePrinter, inner: ScorePrinter) -> str:
+        """Text that is true for each key that the atom does not exclude for the whole block."""
+        if not atom.depends_on(Q_IDX):
+            return f"({inner.emit(atom)})"
+        assert isinstance(atom, Call)
+        query, key, fn = *atom.args, atom.fn
+        if query.depends_on(KV_IDX):
+            query, key, fn = key, query, _TURNED[fn]
+        text, value = outer.emit(query), inner.emit(key)
+        least, greatest = (f"tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max"))
+        if fn == "eq":
+            return f"(({value} >= {least}) & ({value} <= {greatest}))"
+        symbol = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}[fn]
+        return f"({least if fn in ('lt', 'le') else greatest} {symbol} {value})"
+
+
+#: Comparison -> the same with its sides exchanged.
+_TURNED = {"eq": "eq", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+
+
 def leaves_tiles_out(program: Program, backward: bool) -> bool:
     """Whether the ranges of the program's mask let a kernel skip tiles."""
     if not program.may_skip(backward):
         return False
     found = KvBounds.of(program.masked.keep)
-    return bool(found.lower or found.upper)
+    return bool(found.lower or found.upper or _Scan(program.masked.keep, False).atoms)
+
+
+def choose(program: Program, problem: Problem, arch: int, which: str) -> list[TileConfig]:
+    """The configurations to try for one kernel of a program, best first."""
+    use = Use(
+        arch=arch,
+        element=problem.element,
+        qk_pad=padded_dim(problem.qk_dim),
+        v_pad=padded_dim(problem.v_dim),
+        rows=None if problem.rows is None else problem.rows * problem.group,
+        keys=problem.cols,
+        masked=leaves_tiles_out(program, backward=which != "forward"),
+        loads_tiles=program.loads_tiles,
+        # Triton's warp specialisation takes one loop: no loop over the heads of a group, no loads beside the operands.
+        specialise=problem.tma and problem.group == 1 and program.is_plain(which),
+    )
+    return candidates(use, which)
 
 
 def _full_logit(masked: MaskedScore, rest: tuple[Expr, ...]) -> Expr:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from fa_inductor import lowering, ops
-from fa_inductor.templates import configs
+from fa_inductor.templates import configs, tiles
 from tests.templates import families
 from tests.templates.families import Family
 
@@ -112,7 +112,7 @@ def test_configuration_that_cannot_run_is_dropped(
     """256 x 256 tiles at head_dim 64 with 8 stages need more shared memory than there is."""
     broken = configs.TileConfig(256, 256, 8, 8)
     good = [configs.TileConfig(64, 64, 4, 2)] * survivors
-    monkeypatch.setattr(configs, "candidates", lambda *args: [broken, *good])
+    monkeypatch.setattr(tiles, "choose", lambda *args: [broken, *good])
     o = families.draw(LONG, torch.bfloat16, "cuda")
     with caplog.at_level(logging.WARNING, logger="fa_inductor.lowering"), torch.no_grad():
         out = torch.compile(lambda q, k, v: attention(q, k, v, [], LONG) * 1.0)(o.q, o.k, o.v)

@@ -40,7 +40,9 @@ def check(family: Family, dtype: torch.dtype, index: int = 0, arch: int | None =
         assert arch is not None
     else:
         options["arch"] = f"sm{arch}"
-    tile = direct.choose(spec, direct.problem_of(o.q, o.k, o.v, o.captures, family.sizes, [o.grad_out]), arch, index)
+    tile = direct.choose_all(
+        spec, direct.problem_of(o.q, o.k, o.v, o.captures, family.sizes, [o.grad_out]), arch, index
+    )
     out, lse = direct.forward(o.q, o.k, o.v, o.captures, family.sizes, spec, tile, **options)
     grads = direct.backward(
         o.grad_out, o.q, o.k, o.v, out, lse, o.captures, family.sizes, spec, o.needs_grad, tile, **options
@@ -94,7 +96,7 @@ def test_strides_past_int32() -> None:
     far.copy_(o.k)
     o.k = far
     spec = family.spec()
-    tile = direct.choose(spec, direct.problem_of(o.q, o.k, o.v, [], ()), 90)
+    tile = direct.choose_all(spec, direct.problem_of(o.q, o.k, o.v, [], ()), 90)
     out, _ = direct.forward(o.q, o.k, o.v, [], (), spec, tile)
     true_out, _, _ = families.truth(o, family)
     eager_out, _ = families.eager(o, family.spec(), ())

@@ -192,6 +192,18 @@ FAMILIES = [
     ),
     Family("padding_nan", "attention(score=where(m0[b, kv_idx], score * 0.2, -inf))", captures=_padding),
     Family(
+        "padding_dead_zero",
+        f"attention(score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.2, -inf), dead_rows='zero')",
+        (2, 4, 2, 90, 90, 16, 16),
+        _padding,
+    ),
+    Family(
+        "positions",
+        "attention(score=where(i0[b, q_idx] >= i0[b, kv_idx], score * 0.2, -inf))",
+        (2, 4, 2, 90, 90, 16, 16),
+        lambda shape, g: [torch.randint(0, 50, (shape[0], shape[3]), generator=g)],
+    ),
+    Family(
         "padding_causal_finfo",
         f"attention(score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.2, -3.4028234663852886e+38))",
         (2, 2, 1, 45, 45, 16, 16),
