@@ -32,7 +32,6 @@ aten = torch.ops.aten
 
 _lib = torch.library.Library("fa_inductor_view", "DEF")
 _lib.define("opaque(Tensor[] inputs, int key) -> Tensor[]")
-_lib.define("detach(Tensor x) -> Tensor")
 _lib.define(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa)"
     " -> Tensor"
@@ -45,22 +44,19 @@ def _opaque(inputs: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in _opaque_outputs[key]]
 
 
-def _detach(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
 def _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):  # type: ignore[no-untyped-def]
     lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]) if not enable_gqa else q.shape[:-2]
     return q.new_empty((*lead, q.shape[-2], v.shape[-1]))
 
 
-for _name, _impl in (("opaque", _opaque), ("detach", _detach), ("sdpa", _sdpa)):
+for _name, _impl in (("opaque", _opaque), ("sdpa", _sdpa)):
     _lib.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fa_inductor_view::{_name}", _impl, lib=_lib)
 
 #: Leaves of the view that stand for something else than the ATen op of their name.
 OPAQUE = torch.ops.fa_inductor_view.opaque.default
-DETACH = torch.ops.fa_inductor_view.detach.default
+#: ``detach``, which nothing else in the view becomes. It shares memory with its input: writes through either are seen by both.
+DETACH = aten.alias.default
 SDPA = torch.ops.fa_inductor_view.sdpa.default
 
 
@@ -105,6 +101,11 @@ class AtenView:
     origin: dict[fx.Node, Origin] = field(default_factory=dict)
     bodies: dict[Path, fx.GraphModule] = field(default_factory=dict)
     opaque_bodies: list[tuple[Path, fx.Node]] = field(default_factory=list)
+    transformed: list[tuple[Path, fx.Node]] = field(default_factory=list)
+    """Softmaxes and attention calls under torch.func transforms, which the view does not enter."""
+    rewritten: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    """What stands for a leaf of a Dynamo node since a rewrite replaced it."""
+    erased: set[fx.Node] = field(default_factory=set)
     seconds: float = 0.0
     clock: int = 0
     _shared: dict[Any, Any] = field(default_factory=dict)
@@ -184,9 +185,8 @@ class _Leaves(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _call_sdpa(*args, **kwargs)
-        if func in (torch.detach, torch.Tensor.detach):
-            return DETACH(args[0])
-        if getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is torch.Tensor.data:
+        data = getattr(getattr(func, "__self__", None), "__name__", "") == "data" and func.__name__ == "__get__"
+        if data or func in (torch.detach, torch.Tensor.detach):
             return DETACH(args[0])
         return func(*args, **kwargs)
 
@@ -222,6 +222,7 @@ class _Interpreter(fx.Interpreter):
         self.builder, self.path = builder, path
         self.need = builder.need_of(gm)
         builder.view.bodies[path] = gm
+        builder.view.transformed += [(path, n) for n in view_slice.transformed(gm.graph) if view_slice.is_anchor(n)]
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op.startswith("call") and n not in self.need:

@@ -71,7 +71,11 @@ class AttentionPass:
             if isinstance(item, Rejection):
                 result.sites.append(_rejected(item))
                 continue
-            report = self._site(view, item, shared, done)
+            try:
+                report = self._site(view, item, shared, done)
+            except Exception as e:  # a site of ours that fails must not take the model with it
+                log.warning("fa_inductor could not rewrite a site and leaves it as it is", exc_info=True)
+                report = SiteReport("rejected", reason=f"rewrite failed: {type(e).__name__}: {e}")
             if report is not None:
                 result.sites.append(report)
                 result.fused += report.status == "fused"

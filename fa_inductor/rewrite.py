@@ -74,6 +74,10 @@ class Emitter:
             return self._run_time_float(v)
         held = self.match.place.holder(node)
         if held is not None:
+            if (held.node, held.leaf) in self.view.rewritten:
+                return self.view.rewritten[held.node, held.leaf]
+            if held.node in self.view.erased:
+                raise RewriteError(f"{held.node.name} went with another attention")
             example = held.node.meta.get("example_value")
             if isinstance(example, torch.Tensor):
                 return held.node
@@ -213,11 +217,14 @@ def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
     emitter = Emitter(view, match, anchor)
     try:
         spec, result = _emit_op(emitter, match, kernel)
-        replacements = _replacements(view, emitter, match, result, anchor)
+        leaves = _new_leaves(view, emitter, match, result, anchor)
+        replacements = _leaf_replacements(anchor, leaves)
     except Exception as e:
         emitter.undo()
         raise e if isinstance(e, RewriteError) else RewriteError(f"{type(e).__name__}: {e}") from e
+    view.rewritten.update({(anchor, leaf): new for leaf, new in leaves.items()})
     for old, new in replacements:
+        view.rewritten[old, 0] = new
         old.replace_all_uses_with(new)
     _erase(view, match, anchor)
     return spec
@@ -299,18 +306,20 @@ def _layout(match: AttentionMatch) -> str:
     return "bmhd"
 
 
-def _replacements(view: AtenView, em: Emitter, match: AttentionMatch, result: fx.Node, anchor: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """(old node, new node) pairs. A site inside one composite node is replaced by the composite's own ATen nodes."""
+def _new_leaves(
+    view: AtenView, em: Emitter, match: AttentionMatch, result: fx.Node, anchor: fx.Node
+) -> dict[int, fx.Node]:
+    """New node by leaf of ``anchor``. A site inside one composite node is replaced by the composite's own ATen nodes."""
     path = match.place.path
     if match.holder is not None:
-        return _leaf_replacements(anchor, {match.holder.leaf: result})
+        return {match.holder.leaf: result}
     em.override[match.output] = result
     leaves = view.results((path, anchor))
     below = _descendants(match.output)
     new = {i: em.value(a) for i, a in leaves.items() if a is not None and (a in below or a is match.output)}
     if not new:
         raise RewriteError(f"nothing that {anchor.name} returns depends on its attention")
-    return _leaf_replacements(anchor, new)
+    return new
 
 
 def _leaf_replacements(node: fx.Node, new: dict[int, fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
@@ -347,3 +356,4 @@ def _erase(view: AtenView, match: AttentionMatch, anchor: fx.Node) -> None:
     for n in reversed(list(anchor.graph.nodes)):
         if n in region and not n.users and not is_inplace(n) and n.op in ("call_function", "call_method"):
             anchor.graph.erase_node(n)
+            view.erased.add(n)

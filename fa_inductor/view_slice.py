@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 SOFTMAXES = {
-    F.softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax, torch.exp, torch.exp_, torch.logsumexp,
+    F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax, torch.exp, torch.exp_, torch.logsumexp,
     "softmax", "log_softmax", "exp", "exp_", "logsumexp",
     torch.ops.aten._softmax.default, torch.ops.aten.softmax.int, torch.ops.aten.exp.default, torch.ops.aten._safe_softmax.default,
 }  # fmt: skip
@@ -41,6 +41,24 @@ _REARRANGE = {
     "expand_as", "view_as", "reshape_as", "tensor_split", "split_with_sizes", "broadcast_to", "mT", "getattr", "tile", "detach",
     "rearrange",
 }  # fmt: skip
+
+
+def is_anchor(n: fx.Node) -> bool:
+    """A softmax or an attention call by its own name; an exp alone is no sign of attention."""
+    return n.target in COMPOSITES or (n.target in SOFTMAXES and "softmax" in name_of(n))
+
+
+def transformed(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes between the entry and the exit of torch.func transforms (vmap, grad, jvp), whose tensors are wrapped."""
+    found: list[fx.Node] = []
+    depth = 0
+    for n in graph.nodes:
+        name = getattr(n.target, "__name__", "")
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            found.append(n)
+        depth -= name.endswith("_decrement_nesting")
+    return found
 
 
 def name_of(n: fx.Node) -> str:
@@ -110,10 +128,10 @@ def needed(gm: fx.GraphModule, is_inplace, memo: dict[int, Slice]) -> Slice:  # 
 
 
 def _needed(gm: fx.GraphModule, is_inplace, memo: dict[int, Slice]) -> Slice:  # type: ignore[no-untyped-def]
-    slicer = _Slicer()
+    slicer = _Slicer(transformed(gm.graph))
     inplace, always = [], []
     for n in gm.graph.nodes:
-        if not n.op.startswith("call"):
+        if not n.op.startswith("call") or n in slicer.closed:
             continue
         if n.target in SOFTMAXES:
             slicer.below(n)
@@ -152,7 +170,8 @@ def _enter(gm: fx.GraphModule, call: fx.Node, slicer: _Slicer, is_inplace, memo:
 
 
 class _Slicer:
-    def __init__(self) -> None:
+    def __init__(self, closed: Iterable[fx.Node]) -> None:
+        self.closed = set(closed)
         self.need: set[fx.Node] = set()
         self.inputs: set[fx.Node] = set()
         self.operand_inputs: set[fx.Node] = set()
@@ -209,7 +228,7 @@ class _Slicer:
                 self.inputs.add(n)
             if n in self._full or not n.op.startswith("call"):
                 continue
-            if n.target in HEAVY:
+            if n.target in HEAVY or n in self.closed:
                 continue
             self._full.add(n)
             self.need.add(n)
@@ -226,7 +245,7 @@ class _Slicer:
             n = todo.pop()
             if n.op == "placeholder":
                 self.operand_inputs.add(n)
-            if n not in self.need and is_rearrangement(n):
+            if n not in self.need and n not in self.closed and is_rearrangement(n):
                 self.need.add(n)
                 todo.extend(n.all_input_nodes)
 

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 _RESHAPE = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default}
 _IDENTITY = {
-    aten.clone.default, aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
+    aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
 }  # fmt: skip
 _SQUEEZE = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 

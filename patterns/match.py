@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from fa_inductor import view_slice
 from fa_inductor.aten_view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue
 from fa_inductor.expr import BOOL, FLOAT, SCORE, Call, Const, Expr, call, substitute
 from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement, total_index
@@ -122,7 +123,8 @@ def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
         found = _guarded(view, softmax.node, lambda s=softmax: _match(view, s, live))
         if found is not None:
             out.append(found)
-    return out
+    inside = "inside a torch.func transform (vmap, grad, jvp), which the fused op does not support"
+    return out + [Rejection(inside, n.name, source_line(n), path) for path, n in view.transformed]
 
 
 def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped-def]
@@ -175,8 +177,13 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
     pvs, others = _products_below(softmax, live)
     if pvs and not candidates:
         source = _scores_from_outside(softmax.logits)
-        if source is not None:
+        if source is not None and source.op == "placeholder":
             raise Reject("the product of queries and keys is not in this graph: the scores come in as an input", softmax.node)
+        if source is not None and _computed_from_product(view.origin[source].node):
+            by = view_slice.name_of(view.origin[source].node)
+            raise Reject(f"{by} between the scores and the softmax is not understood", softmax.node)
+    if candidates and not pvs and _returned_probabilities(softmax, candidates, live):
+        raise Reject("the product with V is not in this graph: the probabilities are its result", softmax.node)
     if not candidates or not pvs:
         raise Reject("no products around this softmax", silent=True)
     if len(pvs) > 1:
@@ -209,17 +216,51 @@ def _products_above(logits: fx.Node, limit: int = 600) -> list[fx.Node]:
 
 
 def _scores_from_outside(logits: fx.Node) -> fx.Node | None:
-    """The graph input that the logits are an elementwise function of, when it is as large as they are: a graph break lies between."""
+    """What the logits are an elementwise function of and as large as: an input (after a graph break) or an opaque value."""
     todo, seen = [logits], {logits}
     while todo and len(seen) < 64:
         n = todo.pop(0)
-        if n.op == "placeholder" and len(shape(n)) >= 3 and shape(n) == shape(logits):
+        opaque = n.target is operator.getitem and n.args[0].target is OPAQUE  # type: ignore[union-attr]
+        if (n.op == "placeholder" or opaque) and len(shape(n)) >= 3 and shape(n) == shape(logits):
             return n
+        if n is not logits or n.op == "call_function":
+            pointwise = isinstance(n.target, torch._ops.OpOverload) and torch.Tag.pointwise in n.target.tags
+            if not (pointwise or is_rearrangement(n)):
+                continue
         for a in n.all_input_nodes:
             if a not in seen and isinstance(value_of(a), torch.Tensor) and a.target not in (OPAQUE, SDPA):
                 seen.add(a)
                 todo.append(a)
     return None
+
+
+def _computed_from_product(node: fx.Node, limit: int = 16) -> bool:
+    """Whether a Dynamo node follows a matmul within a few nodes."""
+    todo, seen = [node], {node}
+    while todo and len(seen) < limit:
+        for a in todo.pop(0).all_input_nodes:
+            if a.target in view_slice.MATMULS:
+                return True
+            if a not in seen and a.op.startswith("call"):
+                seen.add(a)
+                todo.append(a)
+    return False
+
+
+def _returned_probabilities(softmax: Softmax, candidates: list[fx.Node], live: set[fx.Node]) -> bool:
+    """A softmax of a batched product over its last axis that is a result of the graph: a graph break cut off the values."""
+    batched = any(c.target is not aten.mm.default and len(shape(c)) == 3 for c in candidates)
+    if not batched or softmax.total is not None or softmax.dim != len(shape(softmax.node)) - 1:
+        return False
+    todo, seen = [softmax.node], {softmax.node}
+    while todo:
+        for u in todo.pop().users:
+            if u.op == "output":
+                return True
+            if u in live and u not in seen and is_rearrangement(u):
+                seen.add(u)
+                todo.append(u)
+    return False
 
 
 def _products_below(softmax: Softmax, live: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -407,15 +448,20 @@ class _Analysis:
         p = 0.0
         if isinstance(e, Dropped):
             p, e = e.p, e.inner
+            if not 0.0 <= p < 1.0:
+                raise Reject(f"dropout with probability {p} leaves nothing", self._changer())
         if not (isinstance(e, Elem) and e.node is self.site.anchor.node):
             by = self._changer()
-            raise Reject(f"the probabilities are changed by {op_name(by)} between the softmax and the product with V", by)
+            if by.target is DETACH:
+                raise Reject("gradient is cut between the softmax and the product with V (detach)", by)
+            raise Reject(f"the probabilities are changed by {shown(by)} between the softmax and the product with V", by)
         return p, e.index
 
     def _changer(self) -> fx.Node:
-        """The first node after the softmax that does more than rearrange."""
+        """The first node after the softmax that does more than rearrange or ask for its shape."""
         below = _between(self.site.anchor.node, self.site.pv)
-        return next((n for n in self.view.graph.nodes if n in below and not is_rearrangement(n)), self.site.pv)
+        changing = (n for n in self.view.graph.nodes if n in below and not is_rearrangement(n) and not _only_shape(n))
+        return next(changing, self.site.pv)
 
     def _logits(self, at: Index) -> tuple[Expr, list[Expr]]:
         """(expression of the logit at the key axis, expressions of logits outside of it)."""
@@ -492,6 +538,8 @@ class _Analysis:
 
         def stop(node: fx.Node, index: Index) -> Expr | None:
             if node is qk:
+                if dtype(qk) not in _DTYPES:
+                    raise Reject(f"the product of queries and keys is of dtype {dtype(qk)}", qk)
                 return self._product_term(node, index, side)
             if node not in self.spine:
                 return side(node, index)
@@ -530,8 +578,9 @@ class _Analysis:
         hits = {x for x in logits.walk() if isinstance(x, Elem) and x.node is self.qk}
         unknown = [x for x in logits.walk() if isinstance(x, Elem) and x.node in self.spine and x.node is not self.qk]
         if unknown:
-            name = op_name(unknown[0].node) or str(unknown[0].node.target)
-            raise Reject(f"{name} between the scores and the softmax is not understood", unknown[0].node)
+            raise Reject(f"{shown(unknown[0].node)} between the scores and the softmax is not understood", unknown[0].node)
+        if any(isinstance(x, Dropped) for x in logits.walk()):
+            raise Reject("dropout between the scores and the softmax is not understood", self.qk)
         if len(hits) != 1:
             raise Reject("a logit depends on more than one entry of the product", self.qk)
         at = next(iter(hits)).index
@@ -655,6 +704,19 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def shown(node: fx.Node) -> str:
+    """The name of an ATen node's op for messages; pieces of a result are named by what made it."""
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return op_name(node) or view_slice.name_of(node)
+
+
+def _only_shape(node: fx.Node) -> bool:
+    """An op that reads nothing of its input but shape, dtype and device."""
+    name = op_name(node)
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def _between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
     """Nodes on paths from ``start`` (excluded) to ``end`` (included)."""
     up: set[fx.Node] = set()
@@ -679,7 +741,7 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
     """Last checks shared by softmax sites and SDPA calls, then the match with its program."""
     place: Place = site.place
     op_dtype = torch.promote_types(q.dtype, v.dtype)
-    if op_dtype not in _DTYPES or q.dtype != k.dtype:
+    if not {q.dtype, v.dtype, op_dtype} <= set(_DTYPES) or q.dtype != k.dtype:
         raise Reject(f"operands of dtypes {q.dtype}, {k.dtype}, {v.dtype}", site.pv)
     devices = {value_of(o.node).device for o in (q, k, v)}
     if len(devices) > 1:
