@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fa_inductor import view_slice
+from fa_inductor import aliasing, view_slice
 
 aten = torch.ops.aten
 
@@ -275,6 +275,8 @@ class _Interpreter(fx.Interpreter):
                 return target(*args)
             if target in view_slice.HEAVY and "example_value" in n.meta:
                 return self.opaque(n, (args, kwargs))
+            if getattr(target, "__name__", "") == "_get_data_attr":  # ``x.data``, as Dynamo spells it
+                return DETACH(args[0])
             if target is F.multi_head_attention_forward:
                 with _sdpa_inside():
                     return target(*args, **kwargs)
@@ -283,8 +285,14 @@ class _Interpreter(fx.Interpreter):
     def _output(self, n: fx.Node) -> Any:
         """At the top: whatever interpreted values the rest of the graph uses, so that their users are not forgotten."""
         live = view_slice.live_nodes(self.module.graph, is_inplace)  # type: ignore[arg-type]
-        used = [a for a in live if a in self.need and any(u in live and u not in self.need for u in a.users)]
-        self.builder.kept.extend(self.env[a] for a in sorted(used, key=lambda a: a.name))
+        for a in self.module.graph.nodes:  # type: ignore[union-attr]
+            users = [u for u in a.users if u in live and u not in self.need]
+            if a not in live or a not in self.need or not users:
+                continue
+            if isinstance(self.env[a], (tuple, list)) and all(u.target is operator.getitem for u in users):
+                self.builder.kept.extend(self.env[a][u.args[1]] for u in users)
+            else:
+                self.builder.kept.append(self.env[a])
         return super().run_node(n) if self.path else self.builder.kept
 
     def _module(self, n: fx.Node) -> Any:
@@ -514,4 +522,7 @@ def build(gm: fx.GraphModule) -> AtenView:
     Raises:
         ViewError: anything that could not be interpreted; the caller leaves the graph as it is.
     """
+    shared = aliasing.hidden_write(gm, is_inplace)
+    if shared is not None:
+        raise ViewError(f"{shared.name} writes memory that two inputs of the graph share", shared)
     return _Builder(gm).build()

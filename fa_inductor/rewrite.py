@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor import ops
+from fa_inductor.aliasing import storages, writes_after
 from fa_inductor.aten_view import AtenView, is_inplace
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
@@ -240,9 +241,20 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     if match.dropout_p:
         captures.append(em.call(ops.dropout_seed, q))
     spec = replace(match.full_spec(), layout=_layout(match))
+    _check_later_writes(em, [q, k, v, *captures])
     op = em.call(ops.flash_attention, q, k, v, captures, sizes, spec.program, kernel)
     out = em.call(operator.getitem, op, 0)
     return spec, _shape_output(em, match, out)
+
+
+def _check_later_writes(em: Emitter, operands: list[fx.Node]) -> None:
+    """The backward computes the scores anew, so it needs operands that eager code may overwrite once they are used."""
+    if not (em.grad and any(t.requires_grad for o in operands for t in [o.meta["example_value"]] if isinstance(t, torch.Tensor))):
+        return
+    later = writes_after(em.anchor, is_inplace)
+    for o in operands:
+        if storages(o) & later:
+            raise RewriteError(f"{o.name} is written in place after the attention, whose backward still needs it")
 
 
 def _shape_output(em: Emitter, match: AttentionMatch, out: fx.Node) -> fx.Node:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from fa_inductor.aliasing import storages, written
 
 SOFTMAXES = {
     F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax, torch.exp, torch.exp_, torch.logsumexp,
@@ -68,24 +69,13 @@ def name_of(n: fx.Node) -> str:
     return t.strip("_") if isinstance(t, str) else getattr(t, "__name__", str(t))
 
 
-def _storages(n: fx.Node) -> set[int]:
-    out = set()
-    for t in pytree.tree_leaves(n.meta.get("example_value")):
-        if isinstance(t, torch.Tensor):
-            try:
-                out.add(t.untyped_storage()._cdata)
-            except (RuntimeError, NotImplementedError):
-                continue
-    return out
-
-
 def is_rearrangement(n: fx.Node) -> bool:
     """Views, casts, constant factors; and whatever Dynamo knows to share memory with an input, by any name."""
     if not n.op.startswith("call"):
         return False
     if n.target in HEAVY or n.target in MATMULS:
         return False
-    return name_of(n) in _REARRANGE or any(_storages(n) & _storages(a) for a in n.all_input_nodes)
+    return name_of(n) in _REARRANGE or any(storages(n) & storages(a) for a in n.all_input_nodes)
 
 
 def live_nodes(graph: fx.Graph, is_inplace) -> set[fx.Node]:  # type: ignore[no-untyped-def]
@@ -98,14 +88,6 @@ def live_nodes(graph: fx.Graph, is_inplace) -> set[fx.Node]:  # type: ignore[no-
             live.add(n)
             todo.extend(n.all_input_nodes)
     return live
-
-
-def _written(n: fx.Node) -> list[fx.Node]:
-    """Arguments that an in-place node may write into."""
-    if isinstance(n.target, torch._ops.OpOverload):
-        return n.all_input_nodes
-    out = n.kwargs.get("out")
-    return [a for a in pytree.tree_leaves((n.args[:1] or tuple(n.kwargs.values()), out)) if isinstance(a, fx.Node)]
 
 
 @dataclass
@@ -189,7 +171,7 @@ class _Slicer:
             full = self._storages_of(self._full | self.inputs)
             known = self._storages_of({i for n in self.need for i in (n, *n.all_input_nodes)})
             for n in list(waiting):
-                into = self._storages_of(_written(n))
+                into = self._storages_of(written(n))
                 if into & full:
                     self.upstream([n])
                 elif into & known:
@@ -202,7 +184,7 @@ class _Slicer:
     def _storages_of(self, nodes: Iterable[fx.Node]) -> set[int]:
         for n in nodes:
             if n not in self._memory:
-                self._memory[n] = _storages(n)
+                self._memory[n] = storages(n)
         return {s for n in nodes for s in self._memory[n]}
 
     def below(self, softmax: fx.Node) -> None:

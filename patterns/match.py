@@ -8,6 +8,7 @@ the rest are batch, key-value heads and query groups, by what K and V vary with.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,9 @@ from torch import fx
 
 from fa_inductor import view_slice
 from fa_inductor.aten_view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue
+from fa_inductor.errors import ProgramError
 from fa_inductor.expr import BOOL, FLOAT, SCORE, Call, Const, Expr, call, substitute
-from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement, total_index
+from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, fresh_index, is_rearrangement, total_index
 from fa_inductor.patterns.captures import SideOperands
 from fa_inductor.patterns.finish import Finisher
 from fa_inductor.patterns.guards import Guard, is_zero, row_index, tests_dead_row
@@ -134,6 +136,8 @@ def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped
         return None if r.silent else rejection(view, r.reason, r.node or node)
     except Unsupported as u:
         return rejection(view, u.reason, u.node or node)
+    except ProgramError as e:
+        return rejection(view, str(e), node)
 
 
 def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
@@ -296,7 +300,7 @@ def _locate(view: AtenView, softmax: Softmax, pv: fx.Node, live: set[fx.Node]) -
     while True:
         here = view.origin.get(node)
         if here is not None and divided:
-            place = Place(view, path, here.clock)
+            place = Place(view, path, here.clock, origin.grad_enabled)
             for holder, leaf in view.holders(node):
                 if holder[0] == path and holder[1].op not in ("output", "placeholder"):
                     return _Site(softmax, pv, node, DynamoValue(path, holder[1], leaf), place)
@@ -311,7 +315,7 @@ def _locate(view: AtenView, softmax: Softmax, pv: fx.Node, live: set[fx.Node]) -
         node = user
     if not divided:
         raise Reject("exp is not divided by the sum of its row alone, so this is no softmax", softmax.node)
-    return _Site(softmax, pv, pv, None, Place(view, path, origin.clock))
+    return _Site(softmax, pv, pv, None, Place(view, path, origin.clock, origin.grad_enabled))
 
 
 # ------------------------------------------------------------------------------------------------ analysing the site
@@ -420,7 +424,7 @@ class _Analysis:
         if len(hit) != 1:
             raise Reject("both operands of the product with V depend on the probabilities", pv)
         (node, index), value = hit[0]
-        puller = Puller(self._prover())
+        puller = Puller(self._prover(), dropout=True)
         puller.stop = self._weight_stop(puller, below)
         e = puller.element(node, index)
         self.region |= {x for x in puller.visited if x in below} | {site.anchor.node}
@@ -550,6 +554,8 @@ class _Analysis:
             if reduced:
                 if self.key != 0 and any(i.has(self.key) for i in index):
                     raise Reject("the scores are combined with a reduction over another axis than the keys", node)
+                if name == "mean":
+                    self._check_mean(node)
                 return RowValue(node, index)
             if node.target is DETACH:
                 e = self._puller.element(node.args[0], index)  # type: ignore[arg-type]
@@ -559,6 +565,17 @@ class _Analysis:
             return None
 
         return stop
+
+    def _check_mean(self, node: fx.Node) -> None:
+        """A mean over the keys is only a shift while it is finite: a masked key makes it -inf and all of its row NaN."""
+        src = node.args[0]
+        assert isinstance(src, fx.Node)
+        index, own = fresh_index(src, "r")
+        e = Puller(own, lambda n, i: Elem(n, i) if n is self.qk else None).element(src, index)
+        for x in e.walk():
+            number = isinstance(x, Const) and math.isfinite(float(x.value))
+            if not (number or isinstance(x, Elem) and x.node is self.qk or isinstance(x, Call) and x.fn in ("mul", "div")):
+                raise Reject("the scores are shifted by their mean, which is not finite where a key is masked", node)
 
     def _product_term(self, node: fx.Node, index: Index, side: SideOperands) -> Expr:
         if op_name(node) != "baddbmm":

@@ -30,7 +30,6 @@ _UNARY = {
 _BINARY = {"mul": "mul", "div": "div", "minimum": "minimum", "maximum": "maximum", "pow": "pow"}
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
 _EXACT_INTEGER = {torch.float32: 2**24, torch.float64: 2**53}
-_PRODUCTS = {"bmm", "mm", "baddbmm"}
 
 Stop = Callable[[fx.Node, Index], "Expr | None"]
 
@@ -60,6 +59,7 @@ class Puller:
         self.stop = stop
         self.dropout = dropout  # whether dropout may appear as a term; else it is a value like any other
         self.visited: set[fx.Node] = set()
+        self._stops: set[fx.Node] = set()
         self._memo: dict[tuple[fx.Node, Index], Expr] = {}
 
     def element(self, node: fx.Node, index: Sequence[sympy.Expr]) -> Expr:
@@ -69,6 +69,7 @@ class Puller:
             if self.stop is not None:
                 stopped = self.stop(node, key[1])
                 if stopped is not None:
+                    self._stops.add(node)
                     self._memo[key] = stopped
                     return stopped
             self.visited.add(node)
@@ -149,6 +150,8 @@ class Puller:
         return self.convert(a, kind), self.convert(b, kind)
 
     def _compare(self, fn: str, a: Expr, b: Expr) -> Expr:
+        if b == Const(0.0) and isinstance(a, Call) and a.fn == "sub" and any(_finite(x) for x in a.args):
+            a, b = a.args  # x - y has the sign of the comparison of x with y, in every precision
         a, b = _as_integer(a, b)
         if isinstance(a, Lin) and isinstance(b, Lin):
             return self.prover.compare(fn, a.value, b.value)
@@ -234,6 +237,8 @@ class Puller:
             return self.compare(name, a, b)
         # torch compares in the tensor's own dtype: numbers are rounded to it first
         if any(x.kind == INT and not (isinstance(x, Lin) and x.value.is_number) for x in (a, b)):
+            return self.leaf(node, index)
+        if any(isinstance(x, Elem) and not isinstance(value_of(x.node), torch.Tensor) for x in (a, b)):
             return self.leaf(node, index)
         a, b = (self._narrow(self.convert(x, FLOAT), common) for x in (a, b))
         return self.compare(name, a, b)
@@ -387,7 +392,7 @@ class Puller:
             return self._lift(lambda x: self._narrow(x, dt), e)
         if isinstance(e, Call) and e.fn == "cast_float" and isinstance(e.args[0], Lin):
             return self._exact_float(e.args[0].value, dt)
-        cast = narrowed(e, dtype(src), dt)
+        cast = narrowed(e, dtype(src), dt, self._stops)
         return self.leaf(node, index) if cast is None else cast
 
     _op_convert_element_type = _op__to_copy
@@ -600,11 +605,12 @@ def common_dtype(args: Sequence[Any]) -> torch.dtype:
     return torch.result_type(*plain)
 
 
-def narrowed(e: Expr, src: torch.dtype, dt: torch.dtype) -> Expr | None:
+def narrowed(e: Expr, src: torch.dtype, dt: torch.dtype, own: set[fx.Node]) -> Expr | None:
     """The float ``e`` cast from ``src`` to ``dt``; None where dropping the cast could show.
 
     A cast to fewer bits only rounds, which a fused op need not repeat, unless it turns large numbers into infinity, or is
-    so coarse that it is meant as quantisation, or rounds what is only stored: then the rounded tensor is at hand.
+    so coarse that it is meant as quantisation, or rounds a tensor that is not among the op's ``own`` values: then the
+    rounded tensor is at hand.
     """
     old, new = torch.finfo(src), torch.finfo(dt)
     if new.max >= old.max and new.eps <= old.eps:
@@ -614,16 +620,16 @@ def narrowed(e: Expr, src: torch.dtype, dt: torch.dtype) -> Expr | None:
     if dt.itemsize < 2:
         return None
     if isinstance(e, Elem):
-        return e if op_name(e.node) in _PRODUCTS else None
+        return e if e.node in own else None
     if not isinstance(e, Call):
         return None
     if e.fn == "where":
-        a, b = narrowed(e.args[1], src, dt), narrowed(e.args[2], src, dt)
+        a, b = narrowed(e.args[1], src, dt, own), narrowed(e.args[2], src, dt, own)
         return None if a is None or b is None else call("where", e.args[0], a, b)
     if new.max >= old.max or e.fn in ("tanh", "sigmoid", "sin", "cos", "erf"):
         return e
     if e.fn in ("mul", "div") and isinstance(e.args[1], Const):
-        inner = narrowed(e.args[0], src, dt)
+        inner = narrowed(e.args[0], src, dt, own)
         return e if inner == e.args[0] else None
     return None
 
@@ -653,6 +659,10 @@ def _constant(e: Expr) -> bool:
     return isinstance(e, Const) or (isinstance(e, Call) and e.fn == "where" and _constant(e.args[1]) and _constant(e.args[2]))
 
 
+def _finite(e: Expr) -> bool:
+    return isinstance(e, Const) and math.isfinite(e.value)
+
+
 def _settled(e: Expr) -> bool:
     """A choice between numbers and known integers: conditions may be moved outside functions of it without growing it."""
     return isinstance(e, (Const, Lin)) or (
@@ -673,6 +683,12 @@ def _as_integer(a: Expr, b: Expr) -> tuple[Expr, Expr]:
             return Lin(sympy.Integer(int(e.value)))
         return None
 
+    for e, number in ((a, b), (b, a)):
+        # every float dtype holds these numbers, and no other integer is rounded to one of them
+        small = isinstance(number, Const) and number.kind == FLOAT and abs(number.value) < 2**7
+        if small and isinstance(e, Call) and e.fn == "cast_float" and e.args[0].kind == INT and float(number.value).is_integer():
+            n = Lin(sympy.Integer(int(number.value)))
+            return (e.args[0], n) if e is a else (n, e.args[0])
     x, y = strip(a), strip(b)
     if x is None or y is None or (isinstance(a, Const) and isinstance(b, Const)):
         return a, b

@@ -26,7 +26,7 @@ def match_sdpa(view: AtenView, node: fx.Node) -> m.AttentionMatch:
     origin = view.origin[node]
     held = next((h for h in view.holders(node) if h[0][0] == origin.path and h[0][1].op not in ("output", "placeholder")), None)
     holder = DynamoValue(origin.path, held[0][1], held[1]) if held is not None else None
-    site = m._Site(Softmax(node, node, -1, "zero"), node, node, holder, Place(view, origin.path, origin.clock))
+    site = m._Site(Softmax(node, node, -1, "zero"), node, node, holder, Place(view, origin.path, origin.clock, origin.grad_enabled))
     for _ in range(6):
         try:
             return _analyse(view, site, node)
