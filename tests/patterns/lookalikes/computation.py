@@ -1,0 +1,341 @@
+"""Computes something else than softmax(f(q k^T)) v."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.patterns.forms import HEADS, INF, scores
+from tests.patterns.lookalikes.base import lookalike, plus
+
+OTHER_AXIS = "softmax is not taken over the axis that the product with V sums over"
+
+
+# ----------------------------------------------------------------------------------------------------- another softmax
+@lookalike(OTHER_AXIS)
+def softmax_over_queries(q, k, v):
+    return scores(q, k).softmax(-2) @ v
+
+
+@lookalike(OTHER_AXIS)
+def softmax_over_heads(q, k, v):
+    return scores(q, k).softmax(1) @ v
+
+
+@lookalike(OTHER_AXIS)
+def softmax_over_batch(q, k, v):
+    return scores(q, k).softmax(0) @ v
+
+
+@lookalike(OTHER_AXIS)
+def transposed_probabilities(q, k, v):
+    return scores(q, k).softmax(-1).transpose(-2, -1) @ v
+
+
+@lookalike(OTHER_AXIS)
+def softmax_over_heads_and_keys(q, k, v):
+    b, h, n, _ = q.shape
+    p = scores(q, k).transpose(1, 2).reshape(b, n, -1).softmax(-1)
+    return p.view(b, n, h, -1).transpose(1, 2) @ v
+
+
+@lookalike(OTHER_AXIS)
+def divided_by_the_sum_over_queries(q, k, v):
+    e = scores(q, k).exp()
+    return (e / e.sum(-2, keepdim=True)) @ v
+
+
+@lookalike(OTHER_AXIS)
+def deferred_division_by_another_sum(q, k, v):
+    e = scores(q, k).exp()
+    return (e @ v) / e.sum(-2).unsqueeze(-1)
+
+
+@lookalike(None)
+def deferred_division_by_the_sum_of_others(q, k, v):
+    e, other = scores(q, k).exp(), scores(k, q).exp()
+    return (e @ v) / other.sum(-1, keepdim=True)
+
+
+@lookalike("exp is not divided by the sum of its row alone")
+def divided_by_the_sum_plus_epsilon(q, k, v):
+    e = scores(q, k).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-3)) @ v
+
+
+@lookalike("exp is not divided by the sum of its row alone")
+def softmax_one(q, k, v):
+    e = scores(q, k).exp()
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
+@lookalike("reduction over another axis")
+def less_the_maximum_over_queries(q, k, v):
+    s = scores(q, k)
+    e = (s - s.amax(-2, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@lookalike("max between the scores and the softmax")
+def less_the_global_maximum(q, k, v):
+    s = scores(q, k)
+    return (s - s.max()).softmax(-1) @ v
+
+
+@lookalike(None)
+def exponentials_not_normalised(q, k, v):
+    return scores(q, k).exp() @ v
+
+
+@lookalike(None)
+def sigmoid_weights(q, k, v):
+    return torch.sigmoid(scores(q, k)) @ v
+
+
+@lookalike(None)
+def squared_relu_weights(q, k, v):
+    return (F.relu(scores(q, k)).square() / k.shape[-2]) @ v
+
+
+@lookalike(None)
+def log_probabilities(q, k, v):
+    return F.log_softmax(scores(q, k), -1) @ v
+
+
+# ----------------------------------------------------------------------------------- weights used elsewhere or changed
+@lookalike("probabilities are returned or used elsewhere")
+def weights_returned(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return p @ v, p
+
+
+@lookalike("probabilities are also used by clamp_min")
+def entropy_of_the_weights(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return p @ v, -(p * p.clamp_min(1e-6).log()).sum(-1)
+
+
+@lookalike("scores are returned or used elsewhere")
+def scores_returned(q, k, v):
+    s = scores(q, k)
+    return s.softmax(-1) @ v, s
+
+
+@lookalike("scores are returned or used elsewhere")
+def z_loss_of_the_scores(q, k, v):
+    s = scores(q, k)
+    return s.softmax(-1) @ v, s.square().mean()
+
+
+@lookalike("more than one tensor")
+def weights_used_twice(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return p @ v, p @ k
+
+
+@lookalike("the scores are also used by _softmax")
+def scores_in_two_softmaxes(q, k, v):
+    s = scores(q, k)
+    return s.softmax(-1) @ v + s.softmax(-2) @ v
+
+
+@lookalike("changed by mul", plus(HEADS))
+def head_gate_after_softmax(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * gate[:, None, None]) @ v
+
+
+@lookalike("changed by where")
+def masked_after_softmax(q, k, v):
+    return scores(q, k).softmax(-1).tril() @ v
+
+
+@lookalike("changed by gt")
+def thresholded_after_softmax(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return torch.where(p > 0.1, p, 0.0) @ v
+
+
+@lookalike("both operands of the product with V depend on the probabilities")
+def values_depend_on_weights(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return p @ (v * p.mean())
+
+
+@lookalike("both operands of the product with V depend on the probabilities")
+def weights_squared(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return p @ p
+
+
+@lookalike("probabilities are changed by pow")
+def renormalised_with_another_temperature(q, k, v):
+    p = scores(q, k).softmax(-1).pow(2)
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@lookalike("probabilities are changed by sub")
+def difference_of_two_softmaxes(q, k, v):
+    return (scores(q, k).softmax(-1) - 0.5 * scores(k, q).softmax(-1)) @ v
+
+
+@lookalike("probabilities are changed by argmax")
+def hardened_straight_through(q, k, v):
+    p = scores(q, k).softmax(-1)
+    hard = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
+    return (hard - p.detach() + p) @ v
+
+
+@lookalike("changed by roll")
+def rows_rolled(q, k, v):
+    return scores(q, k).softmax(-1).roll(1, -2) @ v
+
+
+@lookalike("changed by roll")
+def keys_rolled(q, k, v):
+    return scores(q, k).softmax(-1).roll(1, -1) @ v
+
+
+@lookalike(OTHER_AXIS)
+def rows_flipped(q, k, v):
+    return scores(q, k).softmax(-1).flip(-1) @ v
+
+
+@lookalike("changed by mul")
+def rounded_weights(q, k, v):
+    return ((scores(q, k).softmax(-1) * 255).round() / 255) @ v
+
+
+@lookalike("the product with V adds another tensor")
+def product_added_to_another(q, k, v):
+    p = scores(q, k).softmax(-1).flatten(0, 1)
+    return torch.baddbmm(v.flatten(0, 1), p, v.flatten(0, 1))
+
+
+@lookalike("changed by bernoulli")
+def feature_dropout_of_weights(q, k, v):
+    return F.dropout2d(scores(q, k).softmax(-1), 0.3) @ v
+
+
+@lookalike("changed by native_dropout")
+def everything_dropped(q, k, v):
+    return F.dropout(scores(q, k).softmax(-1), 1.0) @ v
+
+
+@lookalike("changed by _softmax")
+def double_softmax(q, k, v):
+    return scores(q, k).softmax(-1).softmax(-1) @ v
+
+
+@lookalike("changed by max")
+def gumbel_softmax(q, k, v):
+    return F.gumbel_softmax(scores(q, k), hard=True) @ v
+
+
+@lookalike("normalises over other keys than the product with V")
+def probabilities_of_fewer_keys(q, k, v):
+    """The last half of the softmax takes its share and is dropped: too many to be sinks."""
+    k = torch.cat([k, k, k], dim=2)
+    return scores(q, k).softmax(-1)[..., : v.shape[-2]] @ v
+
+
+# -------------------------------------------------------------------------------------------------------- other scores
+@lookalike("keys of the product are not the keys of the softmax", plus(HEADS, HEADS))
+def talking_heads_before(q, k, v, mix):
+    return torch.einsum("bhmn,hg->bgmn", scores(q, k), mix).softmax(-1) @ v
+
+
+@lookalike(OTHER_AXIS, plus(HEADS, HEADS))
+def talking_heads_after(q, k, v, mix):
+    return torch.einsum("bhmn,hg->bgmn", scores(q, k).softmax(-1), mix) @ v
+
+
+@lookalike("conv2d between the scores and the softmax", plus(HEADS, 1, 3, 3))
+def convolved_scores(q, k, v, kernel):
+    return F.conv2d(scores(q, k), kernel, padding=1, groups=HEADS).softmax(-1) @ v
+
+
+@lookalike("topk between the scores and the softmax")
+def top_k_scores(q, k, v):
+    s = scores(q, k)
+    least = s.topk(3, dim=-1).values[..., -1:]
+    return s.masked_fill(s < least, -INF).softmax(-1) @ v
+
+
+@lookalike("std between the scores and the softmax")
+def standardised_rows(q, k, v):
+    s = scores(q, k)
+    return ((s - s.mean(-1, keepdim=True)) / s.std(-1, keepdim=True)).softmax(-1) @ v
+
+
+@lookalike("cumsum between the scores and the softmax")
+def cumulative_scores(q, k, v):
+    return scores(q, k).cumsum(-1).softmax(-1) @ v
+
+
+@lookalike("roll between the scores and the softmax")
+def shifted_scores(q, k, v):
+    return scores(q, k).roll(1, -1).softmax(-1) @ v
+
+
+@lookalike("rand_like between the scores and the softmax")
+def gumbel_noise(q, k, v):
+    s = scores(q, k)
+    noise = -torch.rand_like(s).clamp_min(1e-6).log()
+    return (s + noise).softmax(-1) @ v
+
+
+@lookalike("the scores come in as an input")
+def linear_attention(q, k, v):
+    q, k = q.softmax(-1), k.softmax(-2)
+    return q @ (k.mT @ v)
+
+
+@lookalike(None)
+def linear_attention_elu(q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return (q @ (k.mT @ v)) / (q @ k.sum(-2).unsqueeze(-1))
+
+
+@lookalike(None)
+def classifier(q, k, v):
+    """A softmax between two matmuls that are no scores and values."""
+    return (q @ k[0, 0]).softmax(-1)
+
+
+@lookalike("more than one entry of the product")
+def symmetrised_scores(q, k, v):
+    s = scores(q, k)
+    return (s + s.mT).softmax(-1) @ v
+
+
+@lookalike("round between the scores and the softmax")
+def rounded_scores(q, k, v):
+    return ((scores(q, k) * 4).round() / 4).softmax(-1) @ v
+
+
+@lookalike("native_dropout between the scores and the softmax")
+def dropout_of_scores(q, k, v):
+    return F.dropout(scores(q, k), 0.3).softmax(-1) @ v
+
+
+@lookalike("bernoulli between the scores and the softmax")
+def dropped_keys(q, k, v):
+    s = scores(q, k)
+    drop = torch.bernoulli(torch.full_like(s, 0.3)).bool()
+    return s.masked_fill(drop, -INF).softmax(-1) @ v
+
+
+@lookalike("nan_to_num between the scores and the softmax")
+def nan_to_num_scores(q, k, v):
+    return scores(q, k).nan_to_num().softmax(-1) @ v
+
+
+@lookalike(None)
+def distance_scores(q, k, v):
+    return (-torch.cdist(q, k)).softmax(-1) @ v
+
+
+@lookalike(None)
+def additive_attention(q, k, v):
+    s = torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)).sum(-1)
+    return s.softmax(-1) @ v
