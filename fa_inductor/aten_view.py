@@ -277,6 +277,8 @@ class _Interpreter(fx.Interpreter):
                 return self.opaque(n, (args, kwargs))
             if getattr(target, "__name__", "") == "_get_data_attr":  # ``x.data``, as Dynamo spells it
                 return DETACH(args[0])
+            if getattr(target, "__name__", "") == "_get_data_attr":  # ``x.data``, as Dynamo spells it
+                return DETACH(args[0])
             if target is F.multi_head_attention_forward:
                 with _sdpa_inside():
                     return target(*args, **kwargs)
