@@ -277,8 +277,6 @@ class _Interpreter(fx.Interpreter):
                 return self.opaque(n, (args, kwargs))
             if getattr(target, "__name__", "") == "_get_data_attr":  # ``x.data``, as Dynamo spells it
                 return DETACH(args[0])
-            if getattr(target, "__name__", "") == "_get_data_attr":  # ``x.data``, as Dynamo spells it
-                return DETACH(args[0])
             if target is F.multi_head_attention_forward:
                 with _sdpa_inside():
                     return target(*args, **kwargs)
@@ -289,7 +287,8 @@ class _Interpreter(fx.Interpreter):
         live = view_slice.live_nodes(self.module.graph, is_inplace)  # type: ignore[arg-type]
         for a in self.module.graph.nodes:  # type: ignore[union-attr]
             users = [u for u in a.users if u in live and u not in self.need]
-            if a not in live or a not in self.need or not users:
+            known = a in self.need or (bool(self.path) and a.op == "placeholder")
+            if a not in live or not known or not users:
                 continue
             if isinstance(self.env[a], (tuple, list)) and all(u.target is operator.getitem for u in users):
                 self.builder.kept.extend(self.env[a][u.args[1]] for u in users)

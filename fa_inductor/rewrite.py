@@ -16,7 +16,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor import ops
 from fa_inductor.aliasing import storages, writes_after
-from fa_inductor.aten_view import AtenView, is_inplace
+from fa_inductor.aten_view import AtenView, Path, is_inplace
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
 from fa_inductor.spec import AttentionSpec
@@ -244,7 +244,19 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     _check_later_writes(em, [q, k, v, *captures])
     op = em.call(ops.flash_attention, q, k, v, captures, sizes, spec.program, kernel)
     out = em.call(operator.getitem, op, 0)
+    if out.meta["example_value"].requires_grad and _written_later(em.view, match.place.path, em.anchor):
+        out = em.call(torch.clone, out)  # the backward reads the op's own output, which must not be written
     return spec, _shape_output(em, match, out)
+
+
+def _written_later(view: AtenView, path: Path, node: fx.Node) -> bool:
+    """Whether the value of ``node`` is written in place behind it, in its graph or as a result of its sub-graph."""
+    while not storages(node) & writes_after(node, is_inplace):
+        if not path:
+            return False
+        node = next(n for n in view.bodies[path[:-1]].graph.nodes if n.name == path[-1])
+        path = path[:-1]
+    return True
 
 
 def _check_later_writes(em: Emitter, operands: list[fx.Node]) -> None:
