@@ -104,7 +104,7 @@ def _ready(t: Tensor, head_dim: int) -> Tensor:
     """``t`` with head_dim columns (zeros behind) and strides that the op reads right."""
     if t.shape[3] < head_dim:
         return torch.nn.functional.pad(t, (0, head_dim - t.shape[3]))
-    if t.stride(3) != 1 or t.stride(2) < head_dim:
+    if t.stride(3) != 1 or t.stride(2) < head_dim:  # BLAS wants a leading dimension of at least a row
         return t.clone(memory_format=torch.contiguous_format)
     return t
 
