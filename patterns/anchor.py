@@ -22,13 +22,17 @@ from fa_inductor.patterns.terms import Elem, Index, Unsupported, dtype, shape
 
 @dataclass(frozen=True)
 class Softmax:
-    """``node = softmax(logits, dim)``; with ``total`` set, ``node`` is the exponential and is divided by ``total`` later."""
+    """``node = softmax(logits, dim)``; with ``total`` set, ``node`` is the exponential and is divided by ``total`` later.
+
+    ``stable`` is False for code that exponentiates without the care of a softmax op (see :mod:`.stability`).
+    """
 
     node: fx.Node
     logits: fx.Node
     dim: int
     dead_rows: str = "nan"
     total: fx.Node | None = None
+    stable: bool = True
 
 
 def fresh_index(node: fx.Node, prefix: str) -> tuple[Index, Prover]:
@@ -118,9 +122,9 @@ def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
             continue
         quotients = [d for d in reached(total, _DIV) if isinstance(d.args[1], fx.Node)]
         plain = [d for d in quotients if _divides(d, exp, total, dim)]
-        yield from (Softmax(d, source, dim) for d in plain)
+        yield from (Softmax(d, source, dim, stable=False) for d in plain)
         if not plain:
-            yield Softmax(exp, source, dim, total=total)
+            yield Softmax(exp, source, dim, total=total, stable=False)
 
 
 def _axis_of_sum(exp: fx.Node, total: fx.Node) -> int | None:
@@ -197,4 +201,4 @@ def _minus_logsumexp(exp: fx.Node, source: fx.Node) -> Softmax | None:
     row = a.index[:axis] + ((sympy.Integer(0),) if keep else ()) + a.index[axis + 1 :]
     if a.node is not x or b.node is not lse or b.index != row or len(shape(x)) != len(shape(exp)):
         return None
-    return Softmax(exp, x, axis)
+    return Softmax(exp, x, axis, stable=False)

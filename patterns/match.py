@@ -19,6 +19,7 @@ from torch import fx
 
 from fa_inductor import view_slice
 from fa_inductor.aten_view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue
+from fa_inductor.bounds import Facts
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import BOOL, FLOAT, SCORE, Call, Const, Expr, call, substitute
 from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, fresh_index, is_rearrangement, total_index
@@ -30,6 +31,7 @@ from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix,
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
+from fa_inductor.patterns.stability import may_vanish
 from fa_inductor.patterns.terms import Dropped, Elem, Index, Lin, RowValue, Unsupported, dtype, quotient, shape, value_of
 from fa_inductor.spec import AttentionSpec, Rejection
 
@@ -108,6 +110,7 @@ class _Site:
     holder: DynamoValue | None
     place: Place
     splits: dict[int, list[sympy.Expr]] = field(default_factory=dict)
+    stable: bool = True
 
 
 def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
@@ -496,7 +499,27 @@ class _Analysis:
         if len(shifts) > 1:
             raise Reject("the logits are shifted by different amounts within a row", anchor.logits)
         self.region |= {v for v in puller.visited if v in self.spine} | {self.qk}
+        site = self.site
+        site.stable = anchor.stable or any(self._is_own_maximum(x, main[0], at) for x in main[1])
         return main[0], [s[0] for s in sinks]
+
+    def _is_own_maximum(self, shift: Expr, logit: Expr, at: Index) -> bool:
+        """Whether a shift takes off the maximum of the row's own logits."""
+        if not (isinstance(shift, Call) and shift.fn == "neg" and isinstance(shift.args[0], RowValue)):
+            return False
+        node = shift.args[0].node
+        if node.target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+        source = node.args[0]
+        while isinstance(source, fx.Node) and source.target is DETACH:
+            source = source.args[0]
+        dims = node.args[1] if len(node.args) > 1 else ()
+        listed = [dims] if isinstance(dims, int) else list(dims)  # type: ignore[call-overload]
+        if op_name(node) not in ("amax", "max") or not isinstance(source, fx.Node) or shape(source) != shape(self.site.anchor.logits):
+            return False
+        if [d % len(at) for d in listed] != [self.site.anchor.dim]:
+            return False
+        return self._strip(self._puller.element(source, at))[0] == logit
 
     def _check_total(self, at: Index) -> None:
         anchor = self.site.anchor
@@ -773,6 +796,8 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
     extra = tuple(finisher.expression(s) for s in sinks)
     if not score.depends_on(SCORE) or any(x.depends_on(SCORE) for x in extra):
         raise Reject("the logits beside the keys depend on the scores", site.pv)
+    if not site.stable and may_vanish(score, lambda x: not place.requires_grad(finisher.captures[x.slot]), _facts(lengths)):
+        raise Reject("without the row's maximum taken off, exp vanishes in a row whose keys are all masked", site.anchor.node)
     for c in finisher.captures:
         if not place.emittable(c) and not isinstance(value_of(c), torch.SymFloat):
             raise Reject(f"captured value {c.name} cannot be had where the fused op would go", c)
@@ -784,6 +809,11 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
         place, site.anchor.node if isinstance(site.anchor, Softmax) else site.pv, site.pv, op_dtype, dropout_p,
         tuple(region), sdpa,
     )  # fmt: skip
+
+
+def _facts(lengths: list[sympy.Expr]) -> Facts:
+    q_len, kv_len = (int(n) if n.is_Integer else None for n in lengths)
+    return Facts(q_len, kv_len)
 
 
 def _extent(axes: Axes, extents: Extents) -> sympy.Expr:
