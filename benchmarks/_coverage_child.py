@@ -214,7 +214,7 @@ def reporting(side: str) -> Iterator[list[dict[str, str]]]:
         yield rows
     for site in report.sites:
         fields = ("status", "path", "node", "source", "form", "program", "template", "reason")
-        rows.append({key: str(getattr(site, key, "") or "") for key in fields})
+        rows.append({key: str(getattr(site, key, "") or "")[:300] for key in fields})
 
 
 def compare(

@@ -183,3 +183,53 @@ def test_a_row_of_the_table(monkeypatch):
     monkeypatch.setattr(_coverage_child, "call", spoiled)
     (row,) = _coverage_child.measure("divide_by_root", "train", "fp32", ("builtin",))
     assert row["status"] == "wrong"
+
+
+def test_coverage_tables_count_what_the_rows_say():
+    from benchmarks.coverage import sites_seen, summary
+
+    head = {"model": "m", "family": "spelled", "kind": "pos", "mode": "infer", "dtype": "fp32"}
+    rows = [
+        {**head, "side": "builtin", "status": "ok", "fused": 1, "sites": 3, "torch_ops": 0, "our_ops": 0},
+        {
+            **head,
+            "side": "fa_inductor",
+            "status": "wrong",
+            "fused": 2,
+            "sites": 1,
+            "torch_ops": 0,
+            "our_ops": 2,
+            "value": {"error": 0.5, "ratio": 7.0, "worst": "0"},
+            "declined": [{"status": "rejected", "reason": "used elsewhere"}],
+        },
+    ]
+    assert sites_seen(rows) == {("m", "infer", "fp32"): 3}
+    text = summary(rows)
+    assert "1/3" in text
+    assert "2/3" in text
+    assert "7 x budget" in text
+    assert "used elsewhere" in text
+
+
+def test_line_fit_recovers_a_line():
+    from benchmarks.compile_time import line_fit
+
+    intercept, slope, r_squared = line_fit([(n, 0.5 + 0.25 * n) for n in (4, 8, 16, 24)])
+    assert (intercept, slope, r_squared) == pytest.approx((0.5, 0.25, 1.0))
+    assert line_fit([(4, 1.0), (8, 2.0)]) is None
+
+
+def test_peak_memory_sees_a_tensor_that_is_freed_again():
+    from benchmarks._memory import peak_of
+
+    size = 64 * 2**20
+    peak, method = peak_of(lambda: torch.ones(size // 4).sum())
+    assert method
+    assert 0.9 * size < peak < 1.5 * size
+
+
+def test_geometric_mean():
+    from benchmarks._common import geometric_mean
+
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert geometric_mean([]) is None
