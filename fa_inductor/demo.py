@@ -181,7 +181,7 @@ def demo(seqlen: int = 2048, device: str = "cpu") -> int:
         without = (plain.output.double() - eager.output.double()).abs().max().item()
         # `not <=` so that a NaN counts as a difference.
         worst = max(worst, difference) if difference <= TOLERANCE else math.inf
-        print(f"{model.name.ljust(60)}\n{report}\n", flush=True)
+        print(f"{model.name}\n{report}\n", flush=True)
         rows.append(
             [
                 model.name,
@@ -210,11 +210,13 @@ def _three_ways(model: Model, device: str) -> tuple[Measured, Measured, Measured
     reports: list[FusionReport] = []
     for backend in (None, "inductor", "fa_inductor"):
         if sys.stdout.isatty():
-            print(f"{model.name}: {backend or 'eager'} ...".ljust(60), end="\r", flush=True)
+            print(f"{model.name}: {backend or 'eager'} ...\x1b[K", end="\r", flush=True)
         torch._dynamo.reset()
         run = model.module if backend is None else torch.compile(model.module, backend=backend)
         with collecting() as report:
             measured.append(measure(lambda run=run: run(**model.inputs), model.output, device))  # type: ignore[misc]
         reports.append(report)
+        if sys.stdout.isatty():
+            print("\x1b[K", end="\r")
     torch._dynamo.reset()
     return measured[0], measured[1], measured[2], reports[-1]

@@ -135,13 +135,13 @@ class FusionReport:
         """The inverse of `to_dict`."""
         return cls([SiteReport(**site) for site in data["sites"]], data["graphs"], data["seconds"], list(data["notes"]))
 
-    def table(self, width: int = 132) -> str:
+    def table(self, width: int = 144) -> str:
         """The sites as a table of about `width` columns. Sites that only differ by layer share a row."""
         groups: dict[tuple[Any, ...], list[SiteReport]] = {}
         for site in self.sites:
             alike = (site.status, site.source, site.form, site.shapes, site.dtype, site.template, site.reason)
             groups.setdefault((*alike, site.backward), []).append(site)
-        each = max(20, (width - 24) // 3)
+        each = max(20, (width - 32) // 3)  # a file's path takes 8 more
         rows = []
         for members in groups.values():
             site = members[0]
@@ -152,7 +152,7 @@ class FusionReport:
                 [
                     str(len(members)),
                     site.status,
-                    _wrap(_short(site.source) or [site.where()], each),
+                    _wrap(_short(site.source) or [site.where()], each + 8),
                     _wrap(form, each),
                     _wrap([*kernel, site.reason, *misses], each),
                 ]
