@@ -64,16 +64,18 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (80, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_90, 16-bit: 232448 bytes of shared memory, TMA loads and wgmma.
     (90, 2, 64, "forward"): (*_tma((64, 128, 4, 2)), *_rows((64, 128, 4, 2), (128, 64, 4, 3))),  # 441 439 434
-    (90, 2, 128, "forward"): (*_tma((128, 64, 4, 2)), *_rows((128, 128, 8, 3), (64, 64, 4, 3))),  # 541 506 467
-    (90, 2, 256, "forward"): _tma((128, 64, 8, 2), (64, 64, 4, 2)),
+    (90, 2, 128, "forward"): (
+        *_specialised((128, 128, 4, 2)), *_tma((128, 64, 4, 2)), *_rows((128, 128, 8, 3), (64, 64, 4, 3))  # 544 541 506 467
+    ),
+    (90, 2, 256, "forward"): (*_tma((128, 64, 8, 2)), *_rows((128, 64, 8, 2)), *_tma((64, 64, 4, 2))),  # causal: 488 483 361
     (90, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
-    (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 549 506 495
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 602 585 526
-    (90, 2, 256, "dkdv"): _rows((64, 32, 8, 2), (32, 32, 8, 2)),
+    (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 552 517 487
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 616 572 526
+    (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 2)), *_rows((64, 32, 8, 2), (32, 32, 8, 2))),  # causal: 244 239 214
     (90, 2, 512, "dkdv"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
-    (90, 2, 64, "dq"): (*_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2), (128, 64, 8, 3))),  # 622 611 609
+    (90, 2, 64, "dq"): (*_tma((64, 64, 4, 2)), *_rows((128, 64, 8, 3)), *_tma((128, 64, 8, 3))),  # 646 631 618
     (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 648 607 568
-    (90, 2, 256, "dq"): _tma((64, 64, 8, 2), (64, 32, 4, 2)),
+    (90, 2, 256, "dq"): (*_tma((64, 64, 4, 2)), *_rows((128, 32, 8, 2)), *_tma((64, 32, 4, 2))),  # causal: 440 437 310
     (90, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_100, 16-bit: the accumulators live in 512 columns of tensor memory.
     (100, 2, 64, "forward"): _tma((128, 64, 8, 3), (128, 64, 4, 2)),
@@ -94,7 +96,7 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
 _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 64, "forward"): _rows((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),  # causal: 419 416 411
     (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3), (128, 128, 8, 3)), *_tma((128, 64, 4, 2))),  # causal: 484 478 475
-    (90, 2, 64, "dkdv"): (*_tma((32, 64, 4, 2), (64, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # causal: 427 398 356
+    (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # causal: 441 414 362
     (90, 2, 128, "dkdv"): (
         *_specialised((64, 128, 4, 2)), *_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3))  # causal: 520 474 467
     ),
@@ -102,15 +104,28 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3), (64, 64, 4, 2)), *_tma((128, 32, 8, 3))),  # causal: 583 564 575
 }  # fmt: skip
 
-# Programs that read a bias or mask of the scores' size: its tile needs registers too.
+# Programs that read a bias or mask of the scores' size: its tile needs registers too. Measured with a bias [H, S, S].
 _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 3)),
+    (90, 2, 128, "forward"): (*_rows((128, 64, 8, 3)), *_tma((128, 64, 8, 3), (64, 64, 4, 2))),  # 398 391 357
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 3))),  # 427 361 199
+    (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 546 534 456
 }
 
-# Short sequences without a mask: making a tensor descriptor takes about as long as one tile.
+# Short sequences: (..., masked) rows. Measured at S = 512.
 SHORT = 1024
-_SHORT: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "forward"): _rows((64, 64, 4, 3), (128, 64, 8, 3)),
+_SHORT: dict[tuple[int, int, int, str, bool], tuple[TileConfig, ...]] = {
+    (90, 2, 128, "forward", False): (
+        *_rows((64, 64, 4, 3)),
+        *_tma((128, 64, 4, 2)),
+        *_rows((128, 128, 8, 3)),
+    ),  # 366 363
+    (90, 2, 128, "dkdv", False): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 420 404
+    (90, 2, 128, "dkdv", True): (
+        *_specialised((64, 128, 4, 2)),
+        *_rows((64, 128, 8, 3), (32, 64, 4, 2)),
+    ),  # 256 250 228
+    (90, 2, 128, "dq", False): (*_tma((128, 32, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 441 432 429
+    (90, 2, 128, "dq", True): (*_rows((64, 64, 4, 2), (128, 64, 8, 3)), *_tma((128, 32, 8, 3))),  # 299 286 283
 }
 
 # float32 operands (ieee: FMA units; tf32: tensor cores) need twice the room: the same rows serve every architecture.
@@ -164,8 +179,8 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
         found = _FLOAT32[dim, kind]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
-    elif use.keys is not None and use.keys <= SHORT and not use.masked and key in _SHORT:
-        found = _SHORT[key]
+    elif use.keys is not None and use.keys <= SHORT and (*key, use.masked) in _SHORT:
+        found = _SHORT[(*key, use.masked)]
     else:
         found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":

@@ -198,7 +198,7 @@ def choose(program: Program, problem: Problem, arch: int, which: str) -> list[Ti
         masked=leaves_tiles_out(program, backward=which != "forward"),
         loads_tiles=program.loads_tiles,
         # Triton's warp specialisation takes one loop: no loop over the heads of a group, no loads beside the operands.
-        specialise=problem.tma and problem.group == 1 and program.is_plain(which),
+        specialise=problem.tma and (problem.group == 1 or which != "dkdv") and program.is_plain(which),
     )
     return candidates(use, which)
 

@@ -108,7 +108,7 @@ def eager(o: Operands, spec: AttentionSpec, sizes: Sequence[int]) -> tuple[Tenso
     return out.detach(), [next(grads) if need else None for need in o.needs_grad]
 
 
-def _normal(*dims: str, scale: float = 1.0) -> Callable[[tuple[int, ...], Generator], list[Tensor]]:
+def normal(*dims: str, scale: float = 1.0) -> Callable[[tuple[int, ...], Generator], list[Tensor]]:
     """One float32 capture whose dimensions are named: b h m n, or a number."""
 
     def make(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
@@ -215,32 +215,32 @@ FAMILIES = [
         (3, 2, 1, 37, 70, 16, 16),
         lambda shape, g: [torch.tensor([70, 33, 5])],
     ),
-    Family("bias_full", "attention(score=score * 0.2 + f0[b, h, q_idx, kv_idx])", captures=_normal("b", "h", "m", "n")),
-    Family("bias_heads", "attention(score=score * 0.2 + f0[0, h, q_idx, kv_idx])", captures=_normal("1", "h", "m", "n")),  # noqa: E501
-    Family("bias_batch", "attention(score=score * 0.2 + f0[b, 0, q_idx, kv_idx])", captures=_normal("b", "1", "m", "n")),  # noqa: E501
-    Family("bias_keys", "attention(score=score * 0.2 + f0[b, 0, 0, kv_idx])", captures=_normal("b", "1", "1", "n")),
-    Family("bias_rows", "attention(score=score * 0.2 + f0[h, q_idx, 0])", captures=_normal("h", "m", "1")),
+    Family("bias_full", "attention(score=score * 0.2 + f0[b, h, q_idx, kv_idx])", captures=normal("b", "h", "m", "n")),
+    Family("bias_heads", "attention(score=score * 0.2 + f0[0, h, q_idx, kv_idx])", captures=normal("1", "h", "m", "n")),  # noqa: E501
+    Family("bias_batch", "attention(score=score * 0.2 + f0[b, 0, q_idx, kv_idx])", captures=normal("b", "1", "m", "n")),  # noqa: E501
+    Family("bias_keys", "attention(score=score * 0.2 + f0[b, 0, 0, kv_idx])", captures=normal("b", "1", "1", "n")),
+    Family("bias_rows", "attention(score=score * 0.2 + f0[h, q_idx, 0])", captures=normal("h", "m", "1")),
     Family("bias_1e9", "attention(score=score * 0.25 + f0[b, 0, q_idx, kv_idx])", captures=_left_padding_bias,
            exact=torch.float32),
     Family(
         "alibi",
         f"attention(score=where({CAUSAL}, score * 0.2 + f0[h] * cast_float(kv_idx - q_idx), -inf))",
         (2, 4, 2, 45, 45, 24, 40),
-        _normal("h", scale=0.1),
+        normal("h", scale=0.1),
     ),
-    Family("relative", "attention(score=score * 0.2 + f0[q_idx - kv_idx + 44, h])", captures=_normal("rel", "h")),
-    Family("gather_outside", "attention(score=score * 0.2 + f0[q_idx - kv_idx])", captures=_normal("20")),
+    Family("relative", "attention(score=score * 0.2 + f0[q_idx - kv_idx + 44, h])", captures=normal("rel", "h")),
+    Family("gather_outside", "attention(score=score * 0.2 + f0[q_idx - kv_idx])", captures=normal("20")),
     Family("softcap", f"attention(score=where({CAUSAL}, tanh(score * 0.02) * 50.0, -inf))"),
     Family("softcap_bias", "attention(score=tanh(score * 0.05) * 20.0 + f0[h, q_idx, kv_idx])",
-           captures=_normal("h", "m", "n")),
+           captures=normal("h", "m", "n")),
     Family("temperature", "attention(score=score * f0[()])", captures=lambda shape, g: [torch.tensor(0.3)]),
-    Family("temperature_heads", "attention(score=score * exp(f0[h, 0, 0]))", captures=_normal("h", "1", "1", scale=0.5)),  # noqa: E501
-    Family("sinks", "attention(score=score * 0.2, sinks=[f0[h]])", captures=_normal("h")),
+    Family("temperature_heads", "attention(score=score * exp(f0[h, 0, 0]))", captures=normal("h", "1", "1", scale=0.5)),  # noqa: E501
+    Family("sinks", "attention(score=score * 0.2, sinks=[f0[h]])", captures=normal("h")),
     Family(
         "sinks_window",
         f"attention(score=where(({CAUSAL}) & (q_idx - kv_idx < 9), score * 0.2, -inf), sinks=[f0[h], -1.5])",
         (2, 4, 2, 45, 45, 24, 40),
-        _normal("h"),
+        normal("h"),
     ),
     Family(
         "sinks_dead_1e9",
@@ -267,7 +267,7 @@ FAMILIES = [
         "integers",
         "attention(score=score * 0.2 + cast_float((kv_idx - q_idx) % 5) - cast_float((kv_idx - q_idx) // 3)"
         " + cast_float(isnan(f0[kv_idx])))",
-        captures=_normal("n"),
+        captures=normal("n"),
     ),
 ]  # fmt: skip
 

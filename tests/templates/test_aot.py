@@ -1,0 +1,134 @@
+"""Every kernel compiles for sm_80, sm_90 and sm_100 on a machine without a GPU, and comes out as it should.
+
+The instructions are those of the architecture, shared memory fits, there is no trap stub (what Triton leaves where
+tensor memory ran out) and the default configurations do not spill, but for those whose spill was measured to cost
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import backward, forward, tiles
+from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.program import Program
+from fa_inductor.templates.rendering import KernelSource, Problem
+from fa_inductor.templates.score_codegen import CaptureInfo
+from tests.templates.aot import SHARED_LIMIT, Request
+from tests.templates.families import BY_NAME
+
+pytest.importorskip("triton")
+
+CAUSAL = "attention(score=where(q_idx >= kv_idx, score * 0.088, -inf))"
+PLAIN = "attention(score=score * 0.088)"
+
+#: Bytes of stack of default configurations that spill and are the fastest measured all the same (templates/configs.py).
+MEASURED_SPILLS = {("dkdv", 90, 128): 700, ("forward", 90, 128): 80, ("dkdv", 90, 64): 64, ("dkdv", 90, 256): 256}
+
+
+def render(program: str, problem: Problem, which: str, config: TileConfig, slots: tuple[int, ...] = ()) -> KernelSource:
+    spec = AttentionSpec.parse(program)
+    if which == "forward":
+        return forward.forward_kernel(spec, problem, config)
+    if which == "dq":
+        return backward.dq_kernel(spec, problem, config, slots)
+    return {"dkdv": backward.dkdv_kernel, "rows": backward.rows_kernel}[which](spec, problem, config)
+
+
+def compile_for(arch: int, kernel: KernelSource, element: str = "bf16", **captures: str) -> dict[str, Any]:
+    """What tests/templates/aot.py reports; one process, so that a compiler that aborts fails this test alone."""
+    pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
+    pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
+    out = "fp32" if kernel.output_rank == 3 else element
+    request = pickle.dumps(Request(kernel, arch, pointers, out))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.templates.aot"], input=request, capture_output=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return json.loads(done.stdout)
+
+
+def check(arch: int, report: dict[str, Any], config: TileConfig, element: str = "bf16") -> None:
+    found = report["instructions"]
+    assert report["shared"] <= SHARED_LIMIT[arch]
+    assert report["tmem"] <= 512
+    assert found["trap"] == 0
+    if element != "bf16":
+        return
+    if arch == 80:
+        assert found["mma.sync"] > 0
+        assert found["cp.async"] > 0 or config.num_stages == 1
+    else:
+        # Below 64 rows wgmma and tcgen05 do not apply, and Triton falls back to mma.sync.
+        wide = {90: "wgmma", 100: "tcgen05"}[arch]
+        assert found[wide] > 0 or min(config.block_m, config.block_n) < 64
+        assert found["bulk_load"] > 0 or not config.tma
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("which", ["forward", "dkdv", "dq"])
+def test_default_configuration(which: str, arch: int, dim: int) -> None:
+    problem = Problem(dim, dim, 1, tma=arch >= 90)
+    config = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), problem), problem, arch, which)[0]
+    report = compile_for(arch, render(CAUSAL, problem, which, config))
+    check(arch, report, config)
+    assert report["local"] == 0
+    assert report["stack"] <= MEASURED_SPILLS.get((which, arch, dim), 0)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_warp_specialised_forward(even: bool) -> None:
+    problem = Problem(128, 128, 4, even_q=even, even_kv=even, tma=True)
+    config = tiles.choose(Program.of(AttentionSpec.parse(PLAIN), problem), problem, 90, "forward")[0]
+    assert config.warp_specialize
+    check(90, compile_for(90, render(PLAIN, problem, "forward", config)), config)
+
+
+@pytest.mark.parametrize("which", ["forward", "dkdv", "dq", "rows"])
+@pytest.mark.parametrize("arch", [80, 100])
+def test_float32(which: str, arch: int) -> None:
+    for precision in ("ieee", "tf32"):
+        problem = Problem(64, 64, 1, precision=precision, element=4)
+        config = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), problem), problem, arch, which)[0]
+        check(arch, compile_for(arch, render(CAUSAL, problem, which, config), "fp32"), config, "fp32")
+
+
+_PROGRAMS = {
+    "softcap_bias": ({"CAP0": "bf16"}, (0,)),
+    "padding_causal_finfo": ({"CAP0": "i1"}, ()),
+    "document": ({"CAP0": "i64"}, ()),
+    "alibi": ({"CAP0": "fp32"}, (0,)),
+    "sinks_window": ({"CAP0": "bf16"}, (0,)),
+    "dropout": ({"CAP0": "i64"}, ()),
+    "relative": ({"CAP0": "fp32"}, (0,)),
+    "run_time_sizes": ({}, ()),
+    "functions": ({}, ()),
+}
+
+
+@pytest.mark.parametrize(("name", "arch"), [(n, (80, 90, 100)[i % 3]) for i, n in enumerate(_PROGRAMS)])
+def test_programs(name: str, arch: int) -> None:
+    """The kernels of programs with captures, dropout, sinks and run-time sizes; sizes are arguments, nothing is even."""
+    kinds, slots = _PROGRAMS[name]
+    family = BY_NAME[name]
+    ranks = {n.slot: len(n.index) for n in family.spec().loads()}
+    if family.spec().dropout_p:
+        ranks[0] = 1
+    captures = tuple(CaptureInfo(ranks[i]) for i in sorted(ranks))
+    problem = Problem(
+        64, 64, 2, captures, (False,) * len(family.sizes), False, (False,) * len(captures), tma=arch >= 90
+    )  # fmt: skip
+    for which in ("forward", "dkdv", "dq", "rows"):
+        program = Program.of(family.spec(), problem)
+        if which == "rows" and not program.wide:
+            continue
+        config = tiles.choose(program, problem, arch, which)[0]
+        check(arch, compile_for(arch, render(family.program, problem, which, config, slots), **kinds), config)

@@ -1,0 +1,36 @@
+"""Values of the kernels in Triton's interpreter, on the CPU, against the reference: the text that a GPU gets, run as
+is.
+
+The interpreter's bfloat16 dots are wrong (it multiplies the raw bits), so float32 and float16 stand for all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.templates.families import FAMILIES
+
+pytest.importorskip("triton")
+
+#: Bound of the relative error: rounding of a few hundred float32 terms; float16 rounds P, dS and the results besides.
+BOUND = {"float32": 4e-6, "float16": 2e-3}
+_GROUPS = 6
+
+
+@pytest.mark.parametrize("group", range(_GROUPS))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_families(dtype: str, group: int) -> None:
+    names = [f.name for f in FAMILIES][group::_GROUPS]
+    if dtype == "float16":
+        names = names[::3]
+    command = [sys.executable, "-m", "tests.templates.interpret", dtype, *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in reports] == names
+    wrong = {(r["name"], k): v for r in reports for k, v in r["errors"].items() if not v <= BOUND[dtype]}
+    assert not wrong
