@@ -250,10 +250,11 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
 
 
 def _written_later(view: AtenView, path: Path, node: fx.Node) -> bool:
-    """Whether the value of ``node`` is written in place behind it, in its graph or as a result of its sub-graph."""
+    """Whether the value of ``node`` is written in place behind it: in its graph, as a result of its sub-graph, or, where
+    the graph returns it (a graph break may follow), by whoever gets it."""
     while not storages(node) & writes_after(node, is_inplace):
         if not path:
-            return False
+            return any(storages(node) & storages(a) for a in node.graph.output_node().all_input_nodes)
         node = next(n for n in view.bodies[path[:-1]].graph.nodes if n.name == path[-1])
         path = path[:-1]
     return True
