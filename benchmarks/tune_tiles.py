@@ -2,8 +2,8 @@
 
     python -m benchmarks.tune_tiles --out results.json --jobs dkdv:128:full:4096 forward:128:bias:4096
 
-A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w4s2TW``
-(T: tensor descriptors, W: warp specialised). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
+A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w8s3``
+(T: tensor descriptors). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
 triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as Inductor renders them under static
 shapes.
 """
@@ -41,11 +41,6 @@ _DQ = [
     (128, 32, 8, 3), (128, 64, 4, 2), (64, 32, 4, 3), (128, 32, 4, 3),
 ]  # fmt: skip
 TILES = {"forward": _FORWARD, "dkdv": _DKDV, "dq": _DQ}
-_SPECIALISED = {
-    "forward": [(128, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3)],
-    "dkdv": [(64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (32, 128, 4, 2)],
-    "dq": [(128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (128, 128, 4, 2)],
-}
 
 
 def configurations(which: str, dim: int) -> list[TileConfig]:
@@ -54,7 +49,6 @@ def configurations(which: str, dim: int) -> list[TileConfig]:
     for m, n, warps, stages in TILES[which]:
         for tma in (False, True):
             found.append(TileConfig(m, n, warps, stages, tma=tma))
-    found += [TileConfig(*t, tma=True, warp_specialize=True) for t in _SPECIALISED[which]]
     if dim >= 256:
         small = [replace(c, block_n=max(16, c.block_n // 2), num_stages=min(c.num_stages, 2)) for c in found]
         found = list(dict.fromkeys(c for c in [*found, *small] if c.block_m * c.block_n <= 128 * 64))
@@ -68,11 +62,11 @@ def parse(job: str) -> list[Job]:
         return [(which, int(dim), program, int(length), c) for c in configurations(which, int(dim))]
     found = []
     for text in tiles[0].split(","):
-        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(W?)", text)
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)", text)
         if match is None:
-            raise SystemExit(f"{text!r} is not of the form 64x64w4s2TW")
+            raise SystemExit(f"{text!r} is not of the form 64x64w4s2T")
         m, n, w, st = map(int, match.groups()[:4])
-        found.append(TileConfig(m, n, w, st, tma=bool(match[5]), warp_specialize=bool(match[6])))
+        found.append(TileConfig(m, n, w, st, tma=bool(match[5])))
     return [(which, int(dim), program, int(length), c) for c in found]
 
 
@@ -169,8 +163,7 @@ def main() -> None:
         results += [{"pass": key[0], "dim": key[1], "program": key[2], "length": key[3], **r} for r in rows]
         rows.sort(key=lambda r: -r["tflops"])
         cells = [
-            f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}{'T' * r['tma']}{'W' * r['warp_specialize']}"
-            f" {r['tflops']:.0f}"
+            f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}{'T' * r['tma']} {r['tflops']:.0f}"
             for r in rows[: args.top]
         ]
         print(*key, sum(1 for r in rows if r["ms"] is None), "failed:", "; ".join(cells), flush=True)

@@ -60,7 +60,6 @@ def _context(
         "seed_slot": program.spec.seed_slot,
         "wide": program.wide,
         "dead_zero": program.spec.dead_rows == "zero",
-        "warp_specialize": config.warp_specialize,
         "even_q": problem.even_q,
         "even_kv": problem.even_kv,
     }
@@ -107,7 +106,7 @@ def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
     """Render the kernel that computes dK (main output) and DV."""
     program = Program.of(spec, problem)
     spec = program.spec
-    schedule = plan(program, problem, keys=False, backward=True, single=config.warp_specialize)
+    schedule = plan(program, problem, keys=False, backward=True)
     logits = {True: spec.score, False: schedule.full}
     needed = [e for logit in logits.values() for e in (program.body(logit), program.rest(logit))]
     head = ScorePrinter(problem.captures, "r")
@@ -243,7 +242,7 @@ def dq_kernel(
     """Render the kernel that computes dQ (main output) and adds the gradients of ``grad_slots`` into GRAD<slot>."""
     program = Program.of(spec, problem)
     spec = program.spec
-    schedule = plan(program, problem, keys=True, backward=True, single=config.warp_specialize)
+    schedule = plan(program, problem, keys=True, backward=True)
     logits = {True: spec.score, False: schedule.full}
     rows = ScorePrinter(problem.captures, "r")
     gradients = _CaptureGradients(program, grad_slots, rows)

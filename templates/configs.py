@@ -19,7 +19,6 @@ class TileConfig:
         num_warps, num_stages: Triton launch options.
         section: heads that run side by side.
         tma: load through tensor descriptors where the problem allows it.
-        warp_specialize: producer and consumer warps through Triton's warp specialisation (sm_90 and newer).
     """
 
     block_m: int
@@ -28,7 +27,6 @@ class TileConfig:
     num_stages: int
     section: int = 8
     tma: bool = False
-    warp_specialize: bool = False
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -37,10 +35,6 @@ def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
 
 def _tma(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
     return tuple(TileConfig(*r, tma=True) for r in rows)
-
-
-def _specialised(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
-    return tuple(TileConfig(*r, tma=True, warp_specialize=True) for r in rows)
 
 
 # (arch, bytes per element, padded head dim, pass) -> (block_m, block_n, num_warps, num_stages), ...
@@ -64,10 +58,9 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (80, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_90, 16-bit: 232448 bytes of shared memory, TMA loads and wgmma.
     (90, 2, 64, "forward"): (*_tma((64, 128, 4, 2)), *_rows((64, 128, 4, 2), (128, 64, 4, 3))),  # 441 439 434
-    (90, 2, 128, "forward"): (
-        *_specialised((128, 128, 4, 2)), *_tma((128, 64, 4, 2)), *_rows((128, 128, 8, 3), (64, 64, 4, 3))  # 544 541 506 467
-    ),
-    (90, 2, 256, "forward"): (*_tma((128, 64, 8, 2)), *_rows((128, 64, 8, 2)), *_tma((64, 64, 4, 2))),  # causal: 488 483 361
+    (90, 2, 128, "forward"): (*_tma((128, 64, 4, 2)), *_rows((128, 128, 8, 3), (64, 64, 4, 3))),  # 541 506 467
+    # At 256, causal: 488 483 361.
+    (90, 2, 256, "forward"): (*_tma((128, 64, 8, 2)), *_rows((128, 64, 8, 2)), *_tma((64, 64, 4, 2))),
     (90, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
     (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 552 517 487
     (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 616 572 526
@@ -97,9 +90,7 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 64, "forward"): _rows((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),  # causal: 419 416 411
     (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3), (128, 128, 8, 3)), *_tma((128, 64, 4, 2))),  # causal: 484 478 475
     (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # causal: 441 414 362
-    (90, 2, 128, "dkdv"): (
-        *_specialised((64, 128, 4, 2)), *_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3))  # causal: 520 474 467
-    ),
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3)), *_tma((32, 64, 4, 2))),  # 474 467 455
     (90, 2, 64, "dq"): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 8, 3), (64, 64, 4, 2))),  # causal: 580 559 551
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3), (64, 64, 4, 2)), *_tma((128, 32, 8, 3))),  # causal: 583 564 575
 }  # fmt: skip
@@ -114,16 +105,9 @@ _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
 # Short sequences: (..., masked) rows. Measured at S = 512.
 SHORT = 1024
 _SHORT: dict[tuple[int, int, int, str, bool], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "forward", False): (
-        *_rows((64, 64, 4, 3)),
-        *_tma((128, 64, 4, 2)),
-        *_rows((128, 128, 8, 3)),
-    ),  # 366 363
+    (90, 2, 128, "forward", False): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2))),  # 366 363
     (90, 2, 128, "dkdv", False): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 420 404
-    (90, 2, 128, "dkdv", True): (
-        *_specialised((64, 128, 4, 2)),
-        *_rows((64, 128, 8, 3), (32, 64, 4, 2)),
-    ),  # 256 250 228
+    (90, 2, 128, "dkdv", True): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2)), *_rows((32, 64, 4, 2))),  # 250 228 228
     (90, 2, 128, "dq", False): (*_tma((128, 32, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 441 432 429
     (90, 2, 128, "dq", True): (*_rows((64, 64, 4, 2), (128, 64, 8, 3)), *_tma((128, 32, 8, 3))),  # 299 286 283
 }
@@ -157,7 +141,6 @@ class Use:
         keys: seqlen_kv where it is a number.
         masked: whether the mask leaves tiles out.
         loads_tiles: whether a tensor of the scores' size is read.
-        specialise: whether warp specialisation can be used.
     """
 
     arch: int
@@ -168,7 +151,6 @@ class Use:
     keys: int | None = None
     masked: bool = False
     loads_tiles: bool = False
-    specialise: bool = False
 
 
 def candidates(use: Use, which: str) -> list[TileConfig]:
@@ -184,9 +166,7 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     else:
         found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":
-        found = tuple(replace(c, tma=False, warp_specialize=False, num_stages=1) for c in found)
-    if not use.specialise:
-        found = tuple(c for c in found if not c.warp_specialize)
+        found = tuple(replace(c, tma=False, num_stages=1) for c in found)
     if which == "forward" and use.rows is not None and use.rows <= 64 and use.element == 2:
         found = tuple(_short(c, use.rows) for c in found)
     return list(dict.fromkeys(found))
@@ -197,4 +177,4 @@ def _short(config: TileConfig, rows: int) -> TileConfig:
     block_m = max(16, 1 << (rows - 1).bit_length())
     if block_m >= config.block_m:
         return config
-    return replace(config, block_m=block_m, num_warps=4, tma=False, warp_specialize=False)
+    return replace(config, block_m=block_m, num_warps=4, tma=False)

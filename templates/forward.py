@@ -62,7 +62,7 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
     program = Program.of(spec, problem)
     spec = program.spec
     pack = packs_heads(problem, config)
-    schedule = plan(program, problem, keys=True, backward=False, packed=pack, single=config.warp_specialize)
+    schedule = plan(program, problem, keys=True, backward=False, packed=pack)
     edge, full = program.body(spec.score), program.body(schedule.full)
 
     rows = ScorePrinter(problem.captures, "r")
@@ -98,7 +98,6 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "sinks": len(spec.sinks),
         "wide": program.wide,
         "dead_zero": spec.dead_rows == "zero",
-        "warp_specialize": config.warp_specialize,
         "even_kv": problem.even_kv,
     }
     text, digest = render("common/forward.py.jinja", functions, context)

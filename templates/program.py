@@ -201,15 +201,6 @@ class Program:
         # skipped.
         return not backward or self.masks_exactly
 
-    def loads(self, kernel: str) -> list[Load]:
-        """The captured loads that a kernel (``dkdv`` or another) makes for each score; sinks are read once a row."""
-        exprs = (self.spec.score,) if kernel == "dkdv" else self.spec.expressions
-        return [n for n in self.spec.loads() if any(e.depends_on(n) for e in exprs)]
-
-    def is_plain(self, kernel: str) -> bool:
-        """Whether a kernel reads nothing but scores, indices and sizes."""
-        return not self.loads(kernel) and not self.spec.dropout_p
-
     @cached_property
     def loads_tiles(self) -> bool:
         """Whether a tensor is read at every (q_idx, kv_idx): a bias or a mask of the scores' size, or a gather."""

@@ -48,14 +48,11 @@ class Plan:
     functions: frozenset[str]
 
 
-def plan(
-    program: Program, problem: Problem, *, keys: bool, backward: bool, packed: bool = False, single: bool = False
-) -> Plan:
+def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, packed: bool = False) -> Plan:
     """The loops over key tiles of one query block (``keys``), or over query tiles of one key block.
 
     The kernel defines ``q_first`` and ``q_last`` (``kv_first`` and ``kv_last``), both inclusive, as scalars.
-    ``packed``: the block holds several heads. ``single``: one loop, every tile an edge (warp specialisation takes
-    one loop a kernel).
+    ``packed``: the block holds several heads.
     """
     masked, score = program.masked, program.spec.score
     skip = program.may_skip(backward)
@@ -72,11 +69,9 @@ def plan(
         return f"tl.cast({printer.emit(e)}, tl.int32)"
 
     tail = Loop("full_hi", "tile_hi", True)
-    scan = _Scan(keep, packed) if skip and not single else None
+    scan = _Scan(keep, packed) if skip else None
     if not (found.lower or found.upper or (scan and scan.atoms)):
         # Nothing is known of where the mask holds: every tile evaluates the whole program.
-        if single:
-            return Plan((), (Loop("0", length, True),), score, frozenset())
         lines = [f"full_hi = {length} // {block} * {block}", f"tile_hi = {length}"]
         return Plan(tuple(lines), (Loop("0", "full_hi", False), *(() if even else (tail,))), score, frozenset())
 
@@ -89,7 +84,7 @@ def plan(
     if scan is not None and scan.atoms:
         printer.lines += scan.lines(problem, keys, length, block, printer.functions)
     partial = KvBounds(found.lower, found.upper).block_full(_FIRST, _END, free)
-    if single or partial is None:
+    if partial is None:
         loops = (Loop("tile_lo", "tile_hi", True),)
         return Plan(tuple(printer.lines), loops, score, frozenset(printer.functions))
     full_low, full_high = partial
@@ -197,8 +192,6 @@ def choose(program: Program, problem: Problem, arch: int, which: str) -> list[Ti
         keys=problem.cols,
         masked=leaves_tiles_out(program, backward=which != "forward"),
         loads_tiles=program.loads_tiles,
-        # Triton's warp specialisation takes one loop: no loop over the heads of a group, no loads beside the operands.
-        specialise=problem.tma and (problem.group == 1 or which != "dkdv") and program.is_plain(which),
     )
     return candidates(use, which)
 

@@ -216,8 +216,8 @@ FAMILIES = [
         lambda shape, g: [torch.tensor([70, 33, 5])],
     ),
     Family("bias_full", "attention(score=score * 0.2 + f0[b, h, q_idx, kv_idx])", captures=normal("b", "h", "m", "n")),
-    Family("bias_heads", "attention(score=score * 0.2 + f0[0, h, q_idx, kv_idx])", captures=normal("1", "h", "m", "n")),  # noqa: E501
-    Family("bias_batch", "attention(score=score * 0.2 + f0[b, 0, q_idx, kv_idx])", captures=normal("b", "1", "m", "n")),  # noqa: E501
+    Family("bias_heads", "attention(score=score * 0.2 + f0[0, h, q_idx, kv_idx])", captures=normal("1", "h", "m", "n")),
+    Family("bias_batch", "attention(score=score * 0.2 + f0[b, 0, q_idx, kv_idx])", captures=normal("b", "1", "m", "n")),
     Family("bias_keys", "attention(score=score * 0.2 + f0[b, 0, 0, kv_idx])", captures=normal("b", "1", "1", "n")),
     Family("bias_rows", "attention(score=score * 0.2 + f0[h, q_idx, 0])", captures=normal("h", "m", "1")),
     Family("bias_1e9", "attention(score=score * 0.25 + f0[b, 0, q_idx, kv_idx])", captures=_left_padding_bias,
@@ -234,7 +234,7 @@ FAMILIES = [
     Family("softcap_bias", "attention(score=tanh(score * 0.05) * 20.0 + f0[h, q_idx, kv_idx])",
            captures=normal("h", "m", "n")),
     Family("temperature", "attention(score=score * f0[()])", captures=lambda shape, g: [torch.tensor(0.3)]),
-    Family("temperature_heads", "attention(score=score * exp(f0[h, 0, 0]))", captures=normal("h", "1", "1", scale=0.5)),  # noqa: E501
+    Family("temperature_heads", "attention(score=score * exp(f0[h, 0, 0]))", captures=normal("h", "1", "1", scale=0.5)),
     Family("sinks", "attention(score=score * 0.2, sinks=[f0[h]])", captures=normal("h")),
     Family(
         "sinks_window",
