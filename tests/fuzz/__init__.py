@@ -1,0 +1,1 @@
+"""Random attention graphs against float64 eager."""

@@ -1,0 +1,198 @@
+"""Runs one function three ways (eager, eager in float64, compiled by fa_inductor) and compares outputs and gradients.
+
+The budget of a compiled value is twice the error that eager itself makes against float64, plus a rounding band of the
+dtype. NaN must appear exactly where eager has it. Arguments are passed through :func:`copy_args`, which keeps aliasing: two
+arguments that are one tensor, or views of one storage, stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fa_inductor.backend import compile_with
+from fa_inductor.config import Options
+from fa_inductor.graph_pass import AttentionPass
+from fa_inductor.report import SiteReport
+
+#: Rounding band by dtype, relative to the largest magnitude of the value compared.
+BANDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class WrongValue(AssertionError):
+    """The compiled function returned something else than eager."""
+
+
+@dataclass
+class Outcome:
+    """Outputs, gradients of the arguments that require them, and the arguments after the call."""
+
+    outputs: list[Tensor]
+    grads: list[Tensor | None]
+    after: list[Tensor]
+
+
+@dataclass
+class Compiled:
+    """A backend that counts: ``sites`` are the reports of all graphs it saw."""
+
+    full: bool = True
+    sites: list[SiteReport] = field(default_factory=list)
+
+    @property
+    def fused(self) -> int:
+        return sum(s.status == "fused" for s in self.sites)
+
+    def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable:
+        """The pass, then either AOTAutograd (``full``) or the rewritten graph as it is; no code generation."""
+        options = Options(kernel="reference")
+        if self.full:
+            compiled, result = compile_with(gm, example_inputs, options, {}, run_eagerly)
+        else:
+            result = AttentionPass(options)(gm)
+            compiled = gm.forward
+        self.sites += result.sites
+        return compiled
+
+
+def run_eagerly(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable:
+    """An inner compile for AOTAutograd that runs its graph node by node."""
+
+    def run(args: list[Any]) -> Any:
+        own = list(args)
+        args.clear()
+        return gm.forward(*own)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _as(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+
+def copy_args(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
+    """Fresh copies with the same strides, aliasing and requires_grad; floats as ``dtype`` where one is given."""
+    bases: dict[int, Tensor] = {}
+    same: dict[int, Tensor] = {}
+    out: list[Any] = []
+    for a in args:
+        if not isinstance(a, Tensor):
+            out.append(a)
+            continue
+        if id(a) not in same:
+            storage = a.untyped_storage()
+            key = storage.data_ptr()
+            if key not in bases:
+                whole = torch.empty(0, dtype=a.dtype).set_(storage, 0, (storage.nbytes() // a.element_size(),))
+                bases[key] = _as(whole.clone(), dtype)
+            copy = bases[key].as_strided(a.shape, a.stride(), a.storage_offset()).detach()
+            same[id(a)] = copy.requires_grad_(a.requires_grad)
+        out.append(same[id(a)])
+    return out
+
+
+def call(fn: Callable, args: Sequence[Any], seed: int = 0) -> Outcome:
+    """``fn(*args)`` and the gradients of its float outputs against fixed random cotangents."""
+    torch.manual_seed(seed)
+    result = fn(*args)
+    outputs = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, Tensor)]
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    gen = torch.Generator().manual_seed(1)
+    loss: Tensor | None = None
+    for t in outputs:
+        if not t.is_floating_point():
+            continue
+        weight = torch.randn(t.shape, generator=gen, dtype=torch.float64)
+        if t.requires_grad:
+            part = (t.double() * weight).sum()
+            loss = part if loss is None else loss + part
+    grads: list[Tensor | None] = []
+    if leaves and loss is not None:
+        grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return Outcome([t.detach() for t in outputs], grads, [a.detach() for a in args if isinstance(a, Tensor)])
+
+
+def _gap(what: str, got: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    if got.shape != eager.shape or got.dtype != eager.dtype:
+        raise WrongValue(f"{what}: {got.dtype} {tuple(got.shape)}, eager has {eager.dtype} {tuple(eager.shape)}")
+    if not got.is_floating_point():
+        if not torch.equal(got, eager):
+            raise WrongValue(f"{what}: integer or bool values differ")
+        return
+    g, e, x = got.double(), eager.double(), exact.double()
+    if not torch.equal(e.isfinite(), x.isfinite()):
+        # The dtype itself overflows here: eager is no measure, only what both references agree on counts.
+        known = e.isfinite() & x.isfinite()
+        g, e, x = g[known], e[known], x[known]
+        if not bool(g.isfinite().all()):
+            raise WrongValue(f"{what}: not finite where eager is, in {dtype} and in float64")
+    elif not torch.equal(g.isnan(), e.isnan()):
+        raise WrongValue(f"{what}: {int(g.isnan().sum())} NaN, eager has {int(e.isnan().sum())}, of {g.numel()}")
+    finite = e.isfinite() & x.isfinite()
+    if not torch.equal(g[~finite & ~e.isnan()], e[~finite & ~e.isnan()]):
+        raise WrongValue(f"{what}: infinities differ")
+    g, e, x = g[finite], e[finite], x[finite]
+    if not g.numel():
+        return
+    scale = max(float(x.abs().max()), 1e-3)
+    budget = 2.0 * float((e - x).abs().max()) + BANDS.get(dtype, 2e-5) * scale
+    error = float((g - x).abs().max())
+    if not error <= budget:
+        raise WrongValue(
+            f"{what}: error {error:.3e} against float64, budget {budget:.3e}, eager {float((e - x).abs().max()):.3e}"
+        )
+
+
+def compare(got: Outcome, eager: Outcome, exact: Outcome, dtype: torch.dtype) -> None:
+    """Raises :class:`WrongValue` where ``got`` is outside the budget."""
+    if len(got.outputs) != len(eager.outputs):
+        raise WrongValue(f"{len(got.outputs)} outputs, eager has {len(eager.outputs)}")
+    for i, (g, e, x) in enumerate(zip(got.outputs, eager.outputs, exact.outputs, strict=True)):
+        _gap(f"output {i}", g, e, x, dtype)
+    for i, (a, b, x) in enumerate(zip(got.after, eager.after, exact.after, strict=True)):
+        _gap(f"argument {i} after the call", a, b, x, dtype)
+    if len(got.grads) != len(eager.grads):
+        raise WrongValue("some gradients are missing or too many")
+    for i, (ga, ea, xa) in enumerate(zip(got.grads, eager.grads, exact.grads, strict=True)):
+        if (ga is None) != (ea is None):
+            # A gradient of zeros and none at all are the same to an optimiser step.
+            other = ga if ga is not None else ea
+            if other is not None and bool((other != 0).any()):
+                raise WrongValue(f"gradient {i}: {'missing' if ga is None else 'unexpected'}")
+            continue
+        if ga is not None and ea is not None and xa is not None:
+            _gap(f"gradient {i}", ga, ea, xa, dtype)
+
+
+def check(
+    fn: Callable,
+    args: Sequence[Any],
+    *,
+    exact_fn: Callable | None = None,
+    dtype: torch.dtype = torch.float32,
+    dynamic: bool | None = False,
+    full: bool = True,
+    more: Sequence[Sequence[Any]] = (),
+) -> Compiled:
+    """Compares ``fn`` compiled with ``fn`` eager on ``args``, then on each of ``more`` without compiling anew by hand.
+
+    Args:
+        exact_fn: what computes the float64 truth; ``fn`` itself on doubled arguments by default.
+        full: through AOTAutograd; otherwise the rewritten graph runs as it is, which is quicker.
+
+    Returns:
+        the backend with its site reports.
+    """
+    torch._dynamo.reset()
+    made = Compiled(full)
+    compiled = torch.compile(fn, backend=made.backend, dynamic=dynamic)
+    for given in (args, *more):
+        eager = call(fn, copy_args(given))
+        exact = call(exact_fn or fn, copy_args(given, torch.float64))
+        compare(call(compiled, copy_args(given)), eager, exact, dtype)
+    return made

@@ -1,0 +1,74 @@
+"""Random attention graphs: no wrong value, no crash, and most of what must fuse fuses.
+
+``FA_INDUCTOR_FUZZ_EXAMPLES`` sets how many examples all shards run together, ``FA_INDUCTOR_FUZZ_SEED`` where they start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, strategies as st
+
+from tests.fuzz.generate import Example, generate, make_inputs
+from tests.fuzz.oracle import check
+
+SHARDS = 16
+EXAMPLES = int(os.environ.get("FA_INDUCTOR_FUZZ_EXAMPLES", "2000"))
+SEED = int(os.environ.get("FA_INDUCTOR_FUZZ_SEED", "0"))
+#: Share of the examples without a near miss in them that must have fused, so that the fuzzer cannot degenerate unseen.
+HEALTHY = 0.75
+
+
+class _Draws:
+    def __init__(self, draw):  # type: ignore[no-untyped-def]
+        self.pick = lambda options: draw(st.sampled_from(options))
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    return generate(_Draws(draw))
+
+
+def run(example: Example, seed: int = 0) -> int:
+    """Checks one example; returns how many attentions fused."""
+    torch.manual_seed(seed)
+    made = check(
+        example.function(),
+        make_inputs(example, seed),
+        exact_fn=example.function(torch.float64),
+        dtype=example.dtype,
+        dynamic=example.dynamic,
+        full=example.full,
+    )
+    for site in made.sites:
+        if site.reason.startswith(("analysis failed", "the graph could not be read")):
+            raise AssertionError(site.reason)
+    return made.fused
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_attention(shard: int) -> None:
+    counts: Counter[str] = Counter()
+
+    @hypothesis.seed(SEED * SHARDS + shard)
+    @hypothesis.settings(
+        max_examples=max(1, EXAMPLES // SHARDS),
+        deadline=None,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(examples())
+    def body(example: Example) -> None:
+        hypothesis.note(example.repro(0))
+        fused = run(example)
+        counts["must" if example.must_match else "may"] += 1
+        counts["must fused" if example.must_match else "may fused"] += bool(fused)
+
+    body()
+    assert counts["must fused"] >= HEALTHY * counts["must"] > 0, dict(counts)
