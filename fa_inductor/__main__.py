@@ -55,16 +55,12 @@ def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         # A module missing inside the user's own module is the user's error, with its own traceback.
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
-        raise OptionError(
-            f"explain: there is no module {module_name!r} here; run it from the folder it is in."
-        ) from None
+        raise OptionError(f"explain: there is no module {module_name!r} here; run it from the folder it is in.") from None
     factory = getattr(module, name, None)
     if not callable(factory):
         raise OptionError.invalid(f"explain: {target}", factory, "a function without arguments")
     made = factory()
-    shape_is_right = (
-        isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], tuple)
-    )
+    shape_is_right = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], tuple)
     if not shape_is_right or (len(made) == 3 and not isinstance(made[2], dict)):
         raise OptionError.invalid(f"what {target}() returns", made, "(model, args) or (model, args, kwargs)")
     return made[0], made[1], made[2] if len(made) == 3 else {}

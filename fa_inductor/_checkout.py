@@ -60,9 +60,7 @@ class CheckoutFinder(DistributionFinder):
     def __init__(self, version: str) -> None:
         self._distribution = _CheckoutDistribution(version)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         parent, _, name = fullname.rpartition(".")
         if parent != "fa_inductor" or name not in MAPPED:
             return None

@@ -81,9 +81,7 @@ class Options:
 
     enabled: bool = _option(True, _bool, "rewrite attention at all; False compiles with plain Inductor")
     strict: bool = _option(False, _bool, "raise StrictModeError where an attention stays unfused")
-    verify: bool = _option(
-        False, _bool, "run fused and unfused path on first use, raise VerificationError on a mismatch"
-    )
+    verify: bool = _option(False, _bool, "run fused and unfused path on first use, raise VerificationError on a mismatch")
     dropout: bool = _option(True, _bool, "allow fusing attention with active dropout (other random numbers than eager)")
     min_seqlen: int | None = _option(
         None, _length, "on CPU, decline sites with fewer keys than this many tokens; None uses the measured threshold"

@@ -25,9 +25,7 @@ class _Backend:
     def __init__(self, bound: Mapping[str, Any]) -> None:
         self.bound = dict(bound)
 
-    def __call__(
-        self, gm: Any, example_inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __call__(self, gm: Any, example_inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
         from .backend import fa_inductor
 
         merged = {**self.bound, **(options or {})}

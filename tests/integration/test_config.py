@@ -113,9 +113,7 @@ def test_environment_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -
 
 def test_unknown_environment_variable_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_INDUCTOR_STRCT", "1")
-    with pytest.warns(
-        UserWarning, match="FA_INDUCTOR_STRCT is not one of fa_inductor's. Did you mean FA_INDUCTOR_STRICT"
-    ):
+    with pytest.warns(UserWarning, match="FA_INDUCTOR_STRCT is not one of fa_inductor's. Did you mean FA_INDUCTOR_STRICT"):
         Options.from_user()
 
 

@@ -83,9 +83,7 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
         self.python = folder / "bin" / "python"
-        site = Path(
-            run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-        )
+        site = Path(run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
         borrowed = folder / "borrowed"
         borrowed.mkdir()
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -145,8 +143,7 @@ def test_sdist_holds_sources_tests_and_documents(dists: tuple[Path, Path]) -> No
     with tarfile.open(dists[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = {
-        name.removeprefix("fa_inductor/") if "/patterns/" in name or "/templates/" in name else name
-        for name in source_files()
+        name.removeprefix("fa_inductor/") if "/patterns/" in name or "/templates/" in name else name for name in source_files()
     }
     wanted |= {
         "LICENSE",
@@ -201,14 +198,10 @@ def test_checkout_that_nobody_installed(tree: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["installed", "checkout"])
-def test_torch_logs_may_import_us_before_torch_is_ready(
-    where: str, installed: Environment, tree: Path, tmp_path: Path
-) -> None:
+def test_torch_logs_may_import_us_before_torch_is_ready(where: str, installed: Environment, tree: Path, tmp_path: Path) -> None:
     python = installed.python if where == "installed" else Environment(tmp_path / "venv").python
     home = site_of(installed) / "fa_inductor" if where == "installed" else tree / "fa_inductor"
-    output = run(
-        python, "-c", "import torch\n" + USE, cwd=tree if where == "checkout" else tmp_path, TORCH_LOGS="+fa_inductor"
-    )
+    output = run(python, "-c", "import torch\n" + USE, cwd=tree if where == "checkout" else tmp_path, TORCH_LOGS="+fa_inductor")
     check_use(output, home, home if where == "installed" else tree)
 
 

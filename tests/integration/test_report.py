@@ -28,9 +28,7 @@ FUSED = SiteReport(
     backward=True,
     evidence="selector chose it",
 )
-DECLINED = SiteReport(
-    status="declined", node="softmax_1", form="softcap", reason="ATen's flash attention has no softcap"
-)
+DECLINED = SiteReport(status="declined", node="softmax_1", form="softcap", reason="ATen's flash attention has no softcap")
 REJECTED = SiteReport(
     status="rejected",
     path="wrap_body_0",
@@ -115,7 +113,13 @@ def test_table_shortens_paths_and_splits_the_code_off() -> None:
     ]
     lines = FusionReport([dataclasses.replace(DECLINED, source=s) for s in sources]).table().split("\n")
     cells = [part for line in lines for part in line.split("  ") if part]
-    for cell in ("models/llama.py:199", "y = torch.matmul(weights, value)", "my/model.py:7", "y = w @ v", "/elsewhere/x.py:1"):
+    for cell in (
+        "models/llama.py:199",
+        "y = torch.matmul(weights, value)",
+        "my/model.py:7",
+        "y = w @ v",
+        "/elsewhere/x.py:1",
+    ):
         assert cell in [c.strip() for c in cells]
 
 
