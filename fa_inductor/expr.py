@@ -39,8 +39,8 @@ _FLOAT_UNARY = (
 
 #: name -> number of arguments. ``cast_*`` convert between kinds (bool -> 0/1, int -> float, non-zero -> True).
 FUNCTIONS: dict[str, int] = {
-    **{f: 2 for f in (*_ARITHMETIC, *_COMPARE, *_LOGIC, "minimum", "maximum", "pow")},
-    **{f: 1 for f in (*_FLOAT_UNARY, "neg", "not_", "isnan", "cast_float", "cast_int", "cast_bool")},
+    **dict.fromkeys((*_ARITHMETIC, *_COMPARE, *_LOGIC, "minimum", "maximum", "pow"), 2),
+    **dict.fromkeys((*_FLOAT_UNARY, "neg", "not_", "isnan", "cast_float", "cast_int", "cast_bool"), 1),
     "where": 3,
 }
 
@@ -193,7 +193,7 @@ def to_text(e: Expr) -> str:
     return _strip(str(e))
 
 
-def const(value: float | int | bool) -> Const:
+def const(value: float | bool) -> Const:
     return Const(value)
 
 
@@ -293,7 +293,7 @@ def _fold_logic(args: tuple[Expr, ...], absorbing: Const, neutral: Const, fn: st
     x, y = args
     if absorbing in (x, y):
         return absorbing
-    if x == neutral or x == y:
+    if x in (neutral, y):
         return y
     if y == neutral:
         return x

@@ -15,7 +15,7 @@ from fa_inductor.aten_view import AtenView, ViewError
 from fa_inductor.config import Options
 from fa_inductor.describe import dtype_text, form_of, shapes_of
 from fa_inductor.patterns import AttentionMatch, recognise
-from fa_inductor.patterns.match import source_line
+from fa_inductor.patterns.site import source_line
 from fa_inductor.report import SiteReport
 from fa_inductor.selection import Choice, choose_kernel
 from fa_inductor.spec import Rejection

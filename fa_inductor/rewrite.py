@@ -172,8 +172,7 @@ class Emitter:
         return self.call(torch.Tensor.expand, x, sizes), atoms
 
     def _merge(self, x: fx.Node, atoms: list[Axes], want: Sequence[Axes]) -> fx.Node:
-        position = 0
-        for axes in want:
+        for position, axes in enumerate(want):
             count, covered = 0, 0
             while covered < len(axes):
                 covered += len(atoms[position + count])
@@ -184,7 +183,6 @@ class Emitter:
             elif count > 1:
                 x = self.call(torch.flatten, x, position, position + count - 1)
                 atoms = [*atoms[:position], axes, *atoms[position + count :]]
-            position += 1
         return x
 
     def operand(self, o: Operand, want: Sequence[Axes], dtype: torch.dtype) -> fx.Node:
@@ -302,7 +300,7 @@ def _hint(n: Any) -> int:
     """A number to sort strides by; the result is compared symbolically afterwards."""
     if isinstance(n, torch.SymInt):
         e = n.node.expr
-        return int(e.subs({s: 7919 for s in e.free_symbols}))
+        return int(e.subs(dict.fromkeys(e.free_symbols, 7919)))
     return int(n)
 
 

@@ -19,7 +19,8 @@ from torch import fx
 from fa_inductor.aliasing import storages, written
 
 SOFTMAXES = {
-    F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax, torch.exp, torch.exp_, torch.logsumexp,
+    F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax,
+    torch.exp, torch.exp_, torch.logsumexp,
     "softmax", "log_softmax", "exp", "exp_", "logsumexp",
     torch.ops.aten._softmax.default, torch.ops.aten.softmax.int, torch.ops.aten.exp.default, torch.ops.aten._safe_softmax.default,
 }  # fmt: skip

@@ -196,7 +196,8 @@ def _minus_logsumexp(exp: fx.Node, source: fx.Node) -> Softmax | None:
     if not (isinstance(e, Call) and e.fn == "sub" and all(isinstance(a, Elem) for a in e.args)):
         return None
     a, b = e.args
-    assert isinstance(a, Elem) and isinstance(b, Elem)
+    assert isinstance(a, Elem)
+    assert isinstance(b, Elem)
     keep = len(lse.args) > 2 and bool(lse.args[2])
     row = a.index[:axis] + ((sympy.Integer(0),) if keep else ()) + a.index[axis + 1 :]
     if a.node is not x or b.node is not lse or b.index != row or len(shape(x)) != len(shape(exp)):

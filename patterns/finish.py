@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from fa_inductor.expr import B, H, KV_IDX, KV_LEN, Q_IDX, Q_LEN, SCORE, Call, Const, Expr, Load, Sym, call
+from fa_inductor.expr import KV_IDX, KV_LEN, Q_IDX, Q_LEN, SCORE, B, Call, Const, Expr, H, Load, Sym, call
 from fa_inductor.patterns.operands import Axes, Extents
 from fa_inductor.patterns.terms import Elem, Lin, RowValue, Unsupported, kind_of, value_of
 
@@ -53,7 +53,7 @@ class Finisher:
         if isinstance(e, Mod) or type(e).__name__ == "PythonMod":
             return call("mod", self.integer(e.args[0]), self.integer(e.args[1]))
         if e.is_Add:
-            return self._sum([t for t in sorted(e.args, key=_order)])
+            return self._sum(sorted(e.args, key=_order))
         if e.is_Mul:
             out: Expr | None = None
             for f in sorted(e.args, key=lambda x: (x.is_number, _order(x))):

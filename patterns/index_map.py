@@ -23,7 +23,7 @@ _SQUEEZE = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 
 def _hint(e: sympy.Expr) -> float:
     """A number to decide which side of a reshape to extend next; correctness never rests on it."""
-    return float(e) if e.is_number else float(e.subs({s: 7919 for s in e.free_symbols}))
+    return float(e) if e.is_number else float(e.subs(dict.fromkeys(e.free_symbols, 7919)))
 
 
 def unview(prover: Prover, index: Sequence[sympy.Expr], new: list[sympy.Expr], old: list[sympy.Expr]) -> Index:

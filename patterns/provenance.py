@@ -1,4 +1,4 @@
-"""Questions to the view that a match depends on: can a value be had where the rewrite happens, and does gradient flow as assumed."""
+"""Questions that a match puts to the view: can a value be had where the rewrite happens, does gradient flow as assumed."""
 
 from __future__ import annotations
 

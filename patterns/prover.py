@@ -116,7 +116,7 @@ class Prover:
 
     @staticmethod
     def _size_nonnegative(c: sympy.Expr) -> bool:
-        """Whether an expression of sizes is surely not negative; a size symbol is at least 1 only if the shape environment says so."""
+        """Whether an expression of sizes is surely not negative; a size is at least 1 only if the shape environment says so."""
         table = {}
         for s in c.free_symbols:
             if not s.is_nonnegative:

@@ -16,10 +16,20 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv, Mod
 
 from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, call, result_kind
-from fa_inductor.patterns.index_map import aten, broadcast, pull_view, slice_start
+from fa_inductor.patterns.arithmetic import (
+    EXACT_INTEGER,
+    Arithmetic,
+    common_dtype,
+    fits,
+    is_choice_of_numbers,
+    is_float,
+    narrowed,
+    rounded,
+    settled,
+)
+from fa_inductor.patterns.index_map import broadcast, pull_view, slice_start
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.terms import Dropped, Elem, Index, Lin, Unsupported, dtype, kind_of, shape, size, value_of
 
@@ -29,7 +39,6 @@ _UNARY = {
 }  # fmt: skip
 _BINARY = {"mul": "mul", "div": "div", "minimum": "minimum", "maximum": "maximum", "pow": "pow"}
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
-_EXACT_INTEGER = {torch.float32: 2**24, torch.float64: 2**53}
 
 Stop = Callable[[fx.Node, Index], "Expr | None"]
 
@@ -42,16 +51,7 @@ def op_name(node: fx.Node) -> str:
     return t._schema.name.split("::")[1]
 
 
-def is_float(dt: torch.dtype) -> bool:
-    return dt.is_floating_point
-
-
-def rounded(value: float, dt: torch.dtype) -> float:
-    """``value`` as the dtype holds it (finfo.min of a wide type is -inf in a narrow one)."""
-    return float(torch.tensor(value, dtype=torch.float64).to(dt)) if is_float(dt) else value
-
-
-class Puller:
+class Puller(Arithmetic):
     """Evaluates elements; one instance per set of index ranges, results are memoised."""
 
     def __init__(self, prover: Prover, stop: Stop | None = None, dropout: bool = False):
@@ -105,110 +105,6 @@ class Puller:
             raise Unsupported(f"operand {arg!r}")
         return e if want is None else self.convert(e, want)
 
-    # ------------------------------------------------------------------ conversions and pointwise building blocks
-    def convert(self, e: Expr, kind: str) -> Expr:
-        if e.kind == kind:
-            return e
-        if kind == BOOL:
-            return self.compare("ne", e, Lin(sympy.Integer(0)) if e.kind == INT else Const(0.0))
-        if e.kind == BOOL:
-            one, zero = (Const(1.0), Const(0.0)) if kind == FLOAT else (Lin(sympy.Integer(1)), Lin(sympy.Integer(0)))
-            return self.prover.where(e, one, zero)
-        if isinstance(e, Lin) and e.value.is_number and kind == FLOAT:
-            return Const(float(e.value))
-        if isinstance(e, Const) and kind == INT:
-            v = float(e.value)
-            if not math.isfinite(v):
-                raise Unsupported("cast of a non-finite number to an integer")
-            return Lin(sympy.Integer(int(v)))
-        return self._lift(lambda x: call(f"cast_{kind}", x), e) if _settled(e) else Call(f"cast_{kind}", (e,), kind)
-
-    def _lift(self, fn: Callable[..., Expr], *args: Expr) -> Expr:
-        """``fn`` applied under the conditions of its arguments: f(where(c, a, b)) = where(c, f(a), f(b))."""
-        for i, a in enumerate(args):
-            if isinstance(a, Call) and a.fn == "where":
-                cond, x, y = a.args
-                then = [*args[:i], x, *args[i + 1 :]]
-                pin = self.prover.pinned(cond)
-                if pin is not None:
-                    then = [self.prover.substitute(t, *pin) for t in then]
-                return self.prover.where(cond, self._lift(fn, *then), self._lift(fn, *args[:i], y, *args[i + 1 :]))
-        return fn(*args)
-
-    def compare(self, fn: str, a: Expr, b: Expr) -> Expr:
-        """A comparison; integers known as expressions are decided or become atoms."""
-        if a.kind != b.kind:
-            a, b = self._common(a, b)
-        if a.kind == BOOL:
-            a, b = self.convert(a, INT), self.convert(b, INT)
-        if _settled(a) and _settled(b):
-            return self._lift(lambda x, y: self._compare(fn, x, y), a, b)
-        return self._compare(fn, a, b)
-
-    def _common(self, a: Expr, b: Expr) -> tuple[Expr, Expr]:
-        kind = FLOAT if FLOAT in (a.kind, b.kind) else INT
-        return self.convert(a, kind), self.convert(b, kind)
-
-    def _compare(self, fn: str, a: Expr, b: Expr) -> Expr:
-        if b == Const(0.0) and isinstance(a, Call) and a.fn == "sub" and any(_finite(x) for x in a.args):
-            a, b = a.args  # x - y has the sign of the comparison of x with y, in every precision
-        a, b = _as_integer(a, b)
-        if isinstance(a, Lin) and isinstance(b, Lin):
-            return self.prover.compare(fn, a.value, b.value)
-        if isinstance(a, Call) and a.fn == "abs" and isinstance(a.args[0], Lin) and isinstance(b, Lin):
-            x, lim = a.args[0].value, b.value
-            if fn in ("le", "lt"):
-                lim = lim if fn == "le" else lim - 1
-                return self.prover.and_(self.prover.ge0(lim - x), self.prover.ge0(lim + x))
-            if fn in ("gt", "ge"):
-                return self.prover.not_(self._compare("le" if fn == "gt" else "lt", a, b))
-        return call(fn, a, b)
-
-    def arithmetic(self, fn: str, a: Expr, b: Expr, dt: torch.dtype) -> Expr:
-        """``add sub mul div minimum maximum floordiv mod pow`` in the result's dtype."""
-        kind = kind_of(dt)
-        a, b = self.convert(a, kind), self.convert(b, kind)
-        if kind == INT:
-            return self._lift(lambda x, y: self._int_arithmetic(fn, x, y), a, b)
-        if _constant(a) and _constant(b):
-            return self._lift(lambda x, y: self._float_arithmetic(fn, x, y, dt), a, b)
-        return self._float_arithmetic(fn, a, b, dt)
-
-    def _int_arithmetic(self, fn: str, a: Expr, b: Expr) -> Expr:
-        if isinstance(a, Lin) and isinstance(b, Lin):
-            x, y = a.value, b.value
-            if fn in ("add", "sub", "mul"):
-                return Lin(sympy.expand({"add": x + y, "sub": x - y, "mul": x * y}[fn]))
-            if fn in ("floordiv", "mod"):
-                if not self.prover.holds(y - 1):
-                    raise Unsupported("integer division by a value of unknown sign")
-                return Lin(self.prover.floordiv(x, y) if fn == "floordiv" else self.prover.mod(x, y))
-            if fn == "minimum":
-                return self.prover.where(self.prover.ge0(y - x), a, b)
-            if fn == "maximum":
-                return self.prover.where(self.prover.ge0(x - y), a, b)
-        if fn == "div":
-            raise Unsupported("true division of integers")
-        return call(fn, a, b)
-
-    def _float_arithmetic(self, fn: str, a: Expr, b: Expr, dt: torch.dtype) -> Expr:
-        x, y = _as_integer(a, b)
-        if isinstance(x, Lin) and isinstance(y, Lin) and fn in ("add", "sub", "mul"):
-            # floats that hold integers: exact as long as no intermediate exceeds the mantissa
-            return self._exact_float(sympy.expand({"add": x.value + y.value, "sub": x.value - y.value, "mul": x.value * y.value}[fn]), dt)
-        r = call(fn, a, b)
-        return Const(rounded(float(r.value), dt)) if isinstance(r, Const) else r
-
-    def _exact_float(self, e: sympy.Expr, dt: torch.dtype) -> Expr:
-        if e.is_number:
-            return Const(rounded(float(e), dt))
-        limit = _EXACT_INTEGER.get(dt)
-        if limit is None:
-            raise Unsupported(f"index arithmetic in {dt}")
-        if not (dt is torch.float64 or (self.prover.holds(limit - e) and self.prover.holds(limit + e))):
-            raise Unsupported(f"index arithmetic in {dt} that may not be exact")
-        return Call("cast_float", (Lin(e),), FLOAT)
-
     # ------------------------------------------------------------------ nodes
     def _element(self, node: fx.Node, index: Index) -> Expr:
         if node.op in ("placeholder", "get_attr"):
@@ -233,7 +129,7 @@ class Puller:
     def _comparison(self, name: str, node: fx.Node, index: Index) -> Expr:
         a, b = (self.operand(x, index) for x in node.args[:2])
         common = common_dtype(node.args[:2])
-        if common in _EXACT_INTEGER or not is_float(common):
+        if common in EXACT_INTEGER or not is_float(common):
             return self.compare(name, a, b)
         # torch compares in the tensor's own dtype: numbers are rounded to it first
         if any(x.kind == INT and not (isinstance(x, Lin) and x.value.is_number) for x in (a, b)):
@@ -273,7 +169,13 @@ class Puller:
         a, b = self.operand(node.args[0], index), self.operand(node.args[1], index)
         if mode == "floor" and not is_float(dt):
             return self.arithmetic("floordiv", a, b, dt)
-        if mode == "trunc" and not is_float(dt) and isinstance(a, Lin) and isinstance(b, Lin) and self.prover.holds(a.value):
+        if (
+            mode == "trunc"
+            and not is_float(dt)
+            and isinstance(a, Lin)
+            and isinstance(b, Lin)
+            and self.prover.holds(a.value)
+        ):
             return self.arithmetic("floordiv", a, b, dt)
         if mode is not None or (name == "pow" and not is_float(dt)):
             return self.leaf(node, index)
@@ -290,7 +192,9 @@ class Puller:
         if alpha != 1:
             b = self.arithmetic("mul", b, self.operand(alpha, index), dt)
         if dt is torch.bool:
-            return self.leaf(node, index) if fn == "sub" else self.prover.or_(self.convert(a, BOOL), self.convert(b, BOOL))
+            return (
+                self.leaf(node, index) if fn == "sub" else self.prover.or_(self.convert(a, BOOL), self.convert(b, BOOL))
+            )
         return self.arithmetic(fn, a, b, dt)
 
     def _op_add(self, node: fx.Node, index: Index) -> Expr:
@@ -305,7 +209,9 @@ class Puller:
     def _op_floor_divide(self, node: fx.Node, index: Index) -> Expr:
         if is_float(dtype(node)):
             return self.leaf(node, index)
-        return self.arithmetic("floordiv", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node))
+        return self.arithmetic(
+            "floordiv", self.operand(node.args[0], index), self.operand(node.args[1], index), dtype(node)
+        )
 
     def _op_remainder(self, node: fx.Node, index: Index) -> Expr:
         if is_float(dtype(node)):
@@ -329,7 +235,7 @@ class Puller:
         """One side of a clamp. At the bound its gradient is the value's, where that of a maximum would be split in halves."""
         dt = dtype(node)
         b = self.operand(bound, index)
-        if not is_float(dt) or (_constant(x) and _constant(b)):
+        if not is_float(dt) or (is_choice_of_numbers(x) and is_choice_of_numbers(b)):
             return self.arithmetic(fn, x, b, dt)
         x, b = self.convert(x, FLOAT), self._narrow(self.convert(b, FLOAT), dt)
         return self.prover.where(self.compare("lt" if fn == "maximum" else "gt", x, b), b, x)
@@ -385,10 +291,12 @@ class Puller:
         assert isinstance(src, fx.Node)
         e = self.element(src, index)
         if kind_of(dt) != FLOAT or e.kind != FLOAT:
-            if kind_of(dt) == FLOAT and e.kind == INT and _settled(e):
-                return self._lift(lambda x: self._exact_float(x.value, dt) if isinstance(x, Lin) else call("cast_float", x), e)
+            if kind_of(dt) == FLOAT and e.kind == INT and settled(e):
+                return self._lift(
+                    lambda x: self._exact_float(x.value, dt) if isinstance(x, Lin) else call("cast_float", x), e
+                )
             return self.convert(e, kind_of(dt))
-        if _constant(e):
+        if is_choice_of_numbers(e):
             return self._lift(lambda x: self._narrow(x, dt), e)
         if isinstance(e, Call) and e.fn == "cast_float" and isinstance(e.args[0], Lin):
             return self._exact_float(e.args[0].value, dt)
@@ -489,7 +397,8 @@ class Puller:
         d, start, step = slice_start(proxy, self.prover)  # type: ignore[arg-type]
         if step != 1:
             raise Unsupported("strided slice assignment", node)
-        assert isinstance(into, fx.Node) and isinstance(src, fx.Node)
+        assert isinstance(into, fx.Node)
+        assert isinstance(src, fx.Node)
         end = sympy.expand(start + shape(src)[d])
         inside = self.prover.and_(self.prover.ge0(index[d] - start), self.prover.ge0(end - 1 - index[d]))
         at = list(index)
@@ -562,78 +471,6 @@ class Puller:
         return self.leaf(node, index)
 
 
-#: Sizes are taken to stay below this where an int32 index could otherwise not be proven to be one.
-_SIZE_LIMIT = 2**27
-
-
-def fits(e: Expr, dt: torch.dtype, prover: Prover) -> bool:
-    """Whether the integer ``e`` is proven to lie in the range of ``dt``, so that no step of its computation wrapped around."""
-    if dt is torch.int64:
-        return True
-    info = torch.iinfo(dt)
-    if isinstance(e, Lin):
-        return _bounded(e.value, info.min, info.max, prover, dt is torch.int32)
-    if isinstance(e, Const):
-        return info.min <= e.value <= info.max
-    if isinstance(e, Elem):
-        own = value_of(e.node)
-        if not isinstance(own, torch.Tensor) or own.dtype is torch.bool or own.dtype.is_floating_point:
-            return False
-        return info.min <= torch.iinfo(own.dtype).min and torch.iinfo(own.dtype).max <= info.max
-    if isinstance(e, Call) and e.fn in ("where", "minimum", "maximum"):
-        return all(fits(a, dt, prover) for a in e.args[-2:])
-    return False
-
-
-def _bounded(e: sympy.Expr, low: int, high: int, prover: Prover, sizes: bool) -> bool:
-    if prover.holds(e - low) and prover.holds(high - e):
-        return True
-    # Small multiples of single indices and sizes: no tensor of attention is as long as it takes to leave int32.
-    total = 0
-    for t in sympy.Add.make_args(sympy.expand(e)):
-        c, rest = t.as_coeff_Mul()
-        if not c.is_Integer or not (rest == 1 or rest.is_Symbol or isinstance(rest, (FloorDiv, Mod))):
-            return False
-        total += abs(int(c)) * (1 if rest == 1 else _SIZE_LIMIT)
-    return sizes and total <= high
-
-
-def common_dtype(args: Sequence[Any]) -> torch.dtype:
-    """The dtype in which torch compares two operands."""
-    values = [value_of(a) if isinstance(a, fx.Node) else a for a in args]
-    plain = [float(v) if isinstance(v, torch.SymFloat) else int(v) if isinstance(v, torch.SymInt) else v for v in values]
-    return torch.result_type(*plain)
-
-
-def narrowed(e: Expr, src: torch.dtype, dt: torch.dtype, own: set[fx.Node]) -> Expr | None:
-    """The float ``e`` cast from ``src`` to ``dt``; None where dropping the cast could show.
-
-    A cast to fewer bits only rounds, which a fused op need not repeat, unless it turns large numbers into infinity, or is
-    so coarse that it is meant as quantisation, or rounds a tensor that is not among the op's ``own`` values: then the
-    rounded tensor is at hand.
-    """
-    old, new = torch.finfo(src), torch.finfo(dt)
-    if new.max >= old.max and new.eps <= old.eps:
-        return e
-    if isinstance(e, Const):
-        return Const(rounded(float(e.value), dt))
-    if dt.itemsize < 2:
-        return None
-    if isinstance(e, Elem):
-        return e if e.node in own else None
-    if not isinstance(e, Call):
-        return None
-    if e.fn == "where":
-        a, b = narrowed(e.args[1], src, dt, own), narrowed(e.args[2], src, dt, own)
-        return None if a is None or b is None else call("where", e.args[0], a, b)
-    if new.max >= old.max or e.fn in ("tanh", "sigmoid", "sin", "cos", "erf"):
-        return e
-    if e.fn in ("mul", "div") and isinstance(e.args[1], Const):
-        inner = narrowed(e.args[0], src, dt, own)
-        return e if inner == e.args[0] else None
-    return None
-
-
 class _SliceArgs:
     """Arguments of slice_scatter in the order of slice."""
 
@@ -652,44 +489,3 @@ def constant_value(node: fx.Node) -> float | int | bool | None:
     if isinstance(v, torch.Tensor) and type(v) is torch.Tensor and v.numel() == 1:
         return v.item()
     return None
-
-
-def _constant(e: Expr) -> bool:
-    """A number, or a choice between numbers."""
-    return isinstance(e, Const) or (isinstance(e, Call) and e.fn == "where" and _constant(e.args[1]) and _constant(e.args[2]))
-
-
-def _finite(e: Expr) -> bool:
-    return isinstance(e, Const) and math.isfinite(e.value)
-
-
-def _settled(e: Expr) -> bool:
-    """A choice between numbers and known integers: conditions may be moved outside functions of it without growing it."""
-    return isinstance(e, (Const, Lin)) or (
-        isinstance(e, Call)
-        and ((e.fn == "where" and all(_settled(a) for a in e.args[1:])) or (e.fn in ("cast_float", "abs") and _settled(e.args[0])))
-    )
-
-
-def _as_integer(a: Expr, b: Expr) -> tuple[Expr, Expr]:
-    """Both as integers when both are floats that hold known integers."""
-
-    def strip(e: Expr) -> Expr | None:
-        if isinstance(e, Lin):
-            return e
-        if isinstance(e, Call) and e.fn == "cast_float" and isinstance(e.args[0], Lin):
-            return e.args[0]
-        if isinstance(e, Const) and e.kind == FLOAT and math.isfinite(e.value) and float(e.value).is_integer():
-            return Lin(sympy.Integer(int(e.value)))
-        return None
-
-    for e, number in ((a, b), (b, a)):
-        # every float dtype holds these numbers, and no other integer is rounded to one of them
-        small = isinstance(number, Const) and number.kind == FLOAT and abs(number.value) < 2**7
-        if small and isinstance(e, Call) and e.fn == "cast_float" and e.args[0].kind == INT and float(number.value).is_integer():
-            n = Lin(sympy.Integer(int(number.value)))
-            return (e.args[0], n) if e is a else (n, e.args[0])
-    x, y = strip(a), strip(b)
-    if x is None or y is None or (isinstance(a, Const) and isinstance(b, Const)):
-        return a, b
-    return x, y

@@ -11,30 +11,31 @@ from torch import fx
 
 from fa_inductor.aten_view import AtenView, DynamoValue
 from fa_inductor.expr import Const, Expr, call
-from fa_inductor.patterns import match as m
+from fa_inductor.patterns.analysis import Analysis, dim_of
 from fa_inductor.patterns.anchor import Softmax
 from fa_inductor.patterns.captures import SideOperands
 from fa_inductor.patterns.index_map import broadcast
-from fa_inductor.patterns.operands import choose, split_points
+from fa_inductor.patterns.operands import choose, radix, split_points
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
+from fa_inductor.patterns.site import AttentionMatch, Reject, Site, Split, build_match
 from fa_inductor.patterns.terms import Elem, Index, dtype, quotient, shape
 
 
-def match_sdpa(view: AtenView, node: fx.Node) -> m.AttentionMatch:
+def match_sdpa(view: AtenView, node: fx.Node) -> AttentionMatch:
     """The site of one SDPA node of the view; rows without a key yield 0, as SDPA defines."""
     origin = view.origin[node]
     held = next((h for h in view.holders(node) if h[0][0] == origin.path and h[0][1].op not in ("output", "placeholder")), None)
     holder = DynamoValue(origin.path, held[0][1], held[1]) if held is not None else None
-    site = m._Site(Softmax(node, node, -1, "zero"), node, node, holder, Place(view, origin.path, origin.clock, origin.grad_enabled))
+    site = Site(Softmax(node, node, -1, "zero"), node, node, holder, Place(view, origin.path, origin.clock, origin.grad_enabled))
     for _ in range(6):
         try:
             return _analyse(view, site, node)
-        except m._Split as s:
-            dim, part = m._dim_of(s.axis)
+        except Split as s:
+            dim, part = dim_of(s.axis)
             parts = site.splits.setdefault(dim, [shape(node)[dim]])
             parts[part : part + 1] = [quotient(parts[part], s.inner), s.inner]
-    raise m.Reject("the batch and head axes could not be separated", node)
+    raise Reject("the batch and head axes could not be separated", node)
 
 
 def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr, prover: Prover) -> Index:
@@ -43,18 +44,20 @@ def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr, prover:
     if grouped and dims and dims[-1] != heads:
         ratio = quotient(heads, dims[-1])
         if ratio is None or not ratio.is_Integer:
-            raise m.Reject("the query heads are no proven multiple of the key-value heads", node)
+            raise Reject("the query heads are no proven multiple of the key-value heads", node)
         head = index[-1]
         return (*broadcast(index[:-1], dims[:-1]), prover.floordiv(head, ratio) if dims[-1] != 1 else sympy.Integer(0))
     return broadcast(index, dims)
 
 
-def _analyse(view: AtenView, site: Any, node: fx.Node) -> m.AttentionMatch:
+def _analyse(view: AtenView, site: Any, node: fx.Node) -> AttentionMatch:
     q, k, v, mask, dropout_p, is_causal, scale, grouped = node.args
-    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    assert isinstance(q, fx.Node)
+    assert isinstance(k, fx.Node)
+    assert isinstance(v, fx.Node)
     if len(shape(q)) < 2:
-        raise m.Reject("operands of fewer than two dimensions", node)
-    a = m._Analysis(view, site, node, set(), [])
+        raise Reject("operands of fewer than two dimensions", node)
+    a = Analysis(view, site, node, set(), [])
     out_index, out_dims = a._output_index()
     lead, row, column = out_index[:-2], out_index[-2], out_index[-1]
     a.key = n = a._axis("n", shape(k)[-2])
@@ -64,12 +67,12 @@ def _analyse(view: AtenView, site: Any, node: fx.Node) -> m.AttentionMatch:
     q_side = (q, (*broadcast(lead, shape(q)[:-2]), row, e))
     k_side = (k, (*_lead(lead, k, bool(grouped), heads, prover), n, e))
     v_side = (v, (*_lead(lead, v, bool(grouped), heads, prover), n, column))
-    rows, columns = m.radix(row, extents) or (), m.radix(column, extents) or ()
+    rows, columns = radix(row, extents) or (), radix(column, extents) or ()
     batch = {s for s in extents if s not in (*rows, *columns, n, e)}
     for side in (k_side, v_side, q_side):
         point = split_points(*side, prover, batch, extents)
         if point is not None:
-            raise m._Split(*point)
+            raise Split(*point)
     keep = {s for s in (n, e) if s != 0}
     oq = choose(*q_side, prover, site.place, extents, set(rows) | (keep - {n}), scales=True)
     ok = choose(*k_side, prover, site.place, extents, keep, scales=True)
@@ -77,7 +80,7 @@ def _analyse(view: AtenView, site: Any, node: fx.Node) -> m.AttentionMatch:
     logits = _logits(a, node, mask, is_causal, scale, out_index[:-1], prover, oq.scale * ok.scale)
     groups = a._roles(out_dims, rows, columns, oq, ok, ov)
     region = [node, *oq.passed, *ok.passed, *ov.passed]
-    return m.build_match(view, site, groups, extents, oq, ok, ov, logits, [], float(dropout_p), out_dims, node, region,
+    return build_match(view, site, groups, extents, oq, ok, ov, logits, [], float(dropout_p), out_dims, node, region,
                          "zero", sdpa=True)  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -85,10 +88,10 @@ def _logits(a: Any, node: fx.Node, mask: Any, is_causal: Any, scale: Any, at: In
     features = shape(node.args[0])[-1]  # type: ignore[arg-type]
     if scale is None:
         if not features.is_Integer:
-            raise m.Reject("the default scale depends on a run-time head_dim", node)
+            raise Reject("the default scale depends on a run-time head_dim", node)
         scale = 1.0 / math.sqrt(int(features))
     if not isinstance(scale, (int, float)):
-        raise m.Reject("the scale is a run-time number", node)
+        raise Reject("the scale is a run-time number", node)
     index = (*at, a.key)
     s: Expr = call("mul", Elem(node, index), Const(float(scale) * factor))
     if is_causal:

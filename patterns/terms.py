@@ -135,7 +135,7 @@ def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
             parts.append(c // b * rest)
             continue
         q = term / b  # monomials cancel by themselves; sympy.cancel would build polynomials for each
-        if any(x.is_Pow and x.exp.is_negative or x.is_Rational and not x.is_Integer for x in sympy.Mul.make_args(q)):
+        if any((x.is_Pow and x.exp.is_negative) or (x.is_Rational and not x.is_Integer) for x in sympy.Mul.make_args(q)):
             return None
         parts.append(q)
     return sympy.Add(*parts)
