@@ -84,8 +84,7 @@ def eager(o: Operands, spec: AttentionSpec, sizes: Sequence[int]) -> tuple[Tenso
     """
     dtype = o.q.dtype
     leaves = [
-        t.detach().clone().requires_grad_(need)
-        for t, need in zip([o.q, o.k, o.v, *o.captures], o.needs_grad, strict=True)
+        t.detach().clone().requires_grad_(need) for t, need in zip([o.q, o.k, o.v, *o.captures], o.needs_grad, strict=True)
     ]
     q, k, v, *captures = leaves
     b, h, m, _ = q.shape

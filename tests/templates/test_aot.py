@@ -47,9 +47,7 @@ def compile_for(arch: int, kernel: KernelSource, element: str = "bf16", **captur
     pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
     out = "fp32" if kernel.output_rank == 3 else element
     request = pickle.dumps(Request(kernel, arch, pointers, out))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.templates.aot"], input=request, capture_output=True, timeout=250
-    )
+    done = subprocess.run([sys.executable, "-m", "tests.templates.aot"], input=request, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return json.loads(done.stdout)
 

@@ -1,0 +1,198 @@
+"""What the templates read out of a program, what they refuse, and the text they print. No compiler involved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fa_inductor.expr import SCORE, Const, parse
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import select, tiles
+from fa_inductor.templates.forward import forward_kernel, packs_heads
+from fa_inductor.templates.program import Program, may_be_huge, pull_factor, pull_scale
+from fa_inductor.templates.rendering import Problem, padded_dim
+from fa_inductor.templates.score_codegen import CaptureInfo, ScorePrinter, Unprintable, float_literal, is_nonnegative
+from fa_inductor.templates.standalone import complete
+from tests.templates.families import BY_NAME, FAMILIES, Family
+
+CAUSAL = "attention(score=where(q_idx >= kv_idx, score * 0.125, -inf))"
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "scale"),
+    [
+        ("score * 0.5", "score", 0.5),
+        ("score * -0.5", "(-score)", 0.5),
+        ("where(q_idx >= kv_idx, score * 0.5, -inf)", "where(q_idx >= kv_idx, score, -inf)", 0.5),
+        ("where(q_idx >= kv_idx, score * 0.5, -1.0)", "where(q_idx >= kv_idx, score * 0.5, -1.0)", 1.0),
+        ("tanh(score) * 30.0", "tanh(score)", 30.0),
+        ("score * 0.5 + f0[kv_idx]", "((score * 0.5) + f0[kv_idx])", 1.0),
+    ],
+)
+def test_pull_scale(text: str, body: str, scale: float) -> None:
+    assert pull_scale(parse(text)) == (parse(body), scale)
+
+
+def test_pull_factor() -> None:
+    assert pull_factor(parse("where(q_idx >= kv_idx, 0.5, 0.0)")) == (parse("where(q_idx >= kv_idx, 1.0, 0.0)"), 0.5)
+    assert pull_factor(Const(-0.25)) == (Const(1.0), -0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "huge"),
+    [
+        ("score * 0.125", False),
+        ("where(m0[kv_idx], score, -inf)", False),
+        ("where(m0[kv_idx], score, -10000.0)", True),
+        ("score + f0[kv_idx]", True),
+        ("score * f0[()]", False),
+        ("score + f0[h] * cast_float(kv_idx - q_idx)", False),
+        ("score + (1.0 - cast_float(m0[kv_idx])) * -1e9", True),
+        ("tanh(score + f0[kv_idx])", False),
+        ("exp(score)", True),
+    ],
+)
+def test_may_be_huge(text: str, huge: bool) -> None:
+    assert may_be_huge(parse(text)) == huge
+
+
+def test_finite_fill_that_vanishes_becomes_infinite() -> None:
+    causal = AttentionSpec.parse("attention(score=where(q_idx >= kv_idx, score * 0.125, -1e9))")
+    program = Program.of(causal, Problem(64, 64, 1))
+    assert program.masked.fill_value == -math.inf
+    assert not program.wide
+    assert program.may_skip(backward=True)
+
+
+@pytest.mark.parametrize("name", ["dead_1e9", "dead_minus_5", "padding_causal_finfo", "bottom_right_dead_nan"])
+def test_rows_without_keys_forbid_skipping(name: str) -> None:
+    """A row that may be left without a key averages V (finite fill) or is NaN, and every key then gets a gradient."""
+    program = Program.of(BY_NAME[name].spec(), Problem(64, 64, 1))
+    assert not program.may_skip(backward=True)
+
+
+def test_documents_keep_the_diagonal() -> None:
+    spec = BY_NAME["document"].spec()
+    assert Program.of(spec, Problem(64, 64, 1, square=True)).may_skip(backward=True)
+    assert not Program.of(spec, Problem(64, 64, 1)).may_skip(backward=True)
+    assert tiles.leaves_tiles_out(Program.of(spec, Problem(64, 64, 1)), backward=False)
+
+
+def test_full_tiles_leave_the_mask_out() -> None:
+    program = Program.of(AttentionSpec.parse(CAUSAL), Problem(64, 64, 1))
+    plan = tiles.plan(program, Problem(64, 64, 1), keys=True, backward=False)
+    assert program.body(plan.full) == SCORE
+    assert [loop.edge for loop in plan.loops] == [False, True]
+
+
+def test_padding_stays_in_full_tiles() -> None:
+    problem = Problem(64, 64, 1, (CaptureInfo(2),))
+    program = Program.of(BY_NAME["padding_dead_zero"].spec(), problem)
+    plan = tiles.plan(program, problem, keys=True, backward=False)
+    assert str(plan.full) == "where(m0[b, kv_idx], score * 0.2, -inf)"
+
+
+def test_floor_division_of_what_may_be_negative() -> None:
+    printer = ScorePrinter()
+    printer.emit(parse("(kv_idx - q_idx) // 3"))
+    assert any("tl.where" in line for line in printer.lines)
+    printer = ScorePrinter()
+    printer.emit(parse("q_idx // 3"))
+    assert printer.lines == ["t0 = q_idx // 3"]
+    assert is_nonnegative(parse("q_idx * kv_len + kv_idx"))
+    assert not is_nonnegative(parse("n0"))
+
+
+def test_products_of_indices_are_64_bit() -> None:
+    printer = ScorePrinter()
+    printer.emit(parse("q_idx * kv_len + kv_idx"))
+    assert "tl.int64" in printer.lines[0]
+
+
+def test_loads_are_masked_unless_proven_inside() -> None:
+    load = parse("f0[h, q_idx - kv_idx]")
+    printer = ScorePrinter([CaptureInfo(2, (frozenset({"h"}), frozenset()), (4, 9))])
+    printer.emit(load)
+    assert "CAP0_N0" not in "\n".join(printer.lines)
+    assert "(t0 >= 0) & (t0 < CAP0_N1)" in "\n".join(printer.lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (math.inf, 'float("inf")'), (-math.inf, 'float("-inf")'), (math.nan, 'float("nan")'), (0.5, "0.5"),
+        (-1.7e308, 'float("-inf")'), (2.0**-140, f"tl.full([], {2.0**-140!r}, tl.float32)"),
+    ],
+)  # fmt: skip
+def test_float_literals(value: float, text: str) -> None:
+    assert float_literal(value) == text
+
+
+def test_variable_exponent_is_refused() -> None:
+    with pytest.raises(Unprintable):
+        ScorePrinter().emit(parse("pow(score, f0[h])"))
+
+
+def test_rendering_is_deterministic() -> None:
+    for family in FAMILIES:
+        problem = Problem(32, 32, 2, tuple(CaptureInfo(len(n.index)) for n in family.spec().loads()[:1]))
+        if family.spec().dropout_p or len({n.slot for n in family.spec().loads()}) > 1:
+            continue
+        config = tiles.choose(Program.of(family.spec(), problem), problem, 80, "forward")[0]
+        first = complete(forward_kernel(family.spec(), problem, config)).source
+        forward_kernel.cache_clear()
+        assert complete(forward_kernel(family.spec(), problem, config)).source == first
+        compile(first, family.name, "exec")
+
+
+def test_heads_are_packed_for_few_queries_only() -> None:
+    few = Problem(64, 64, 4, rows=1)
+    chosen = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), few), few, 90, "forward")[0]
+    assert packs_heads(few, chosen)
+    many = Problem(64, 64, 4, rows=100)
+    chosen = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), many), many, 90, "forward")[0]
+    assert not packs_heads(many, chosen)
+
+
+@pytest.mark.parametrize(("dim", "pad"), [(1, 16), (16, 16), (17, 32), (80, 128), (512, 512)])
+def test_padded_dim(dim: int, pad: int) -> None:
+    assert padded_dim(dim) == pad
+
+
+def _request(family: Family, **changes: object) -> select.Request:
+    fields = {"spec": family.spec(), "dtype": "bfloat16", "qk_dim": 64, "v_dim": 64, "capability": (9, 0), **changes}
+    return select.Request(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "template"),
+    [
+        ({}, "sm90-tma"), ({"tma": False}, "sm90-pointer"), ({"capability": (8, 6)}, "sm80-pointer"),
+        ({"capability": (10, 0)}, "sm100-tma"), ({"capability": (12, 0)}, "sm80-pointer"),
+        ({"dtype": "float32"}, "sm90-pointer"),
+    ],
+)  # fmt: skip
+def test_supported(changes: dict, template: str) -> None:
+    assert select.supports(_request(BY_NAME["causal"], **changes)) == select.Supported(template)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("causal", {"capability": (7, 5)}, "older than 8.0"),
+        ("causal", {"dtype": "float64"}, "operands are float64"),
+        ("causal", {"qk_dim": 513}, "head_dim of query and key is 513"),
+        ("causal", {"v_dim": 1024}, "head_dim of value is 1024"),
+        ("alibi", {"backward": True, "deterministic": True, "grad_slots": (0,)}, "use_deterministic_algorithms"),
+    ],
+)
+def test_refusals(name: str, changes: dict, words: str) -> None:
+    answer = select.supports(_request(BY_NAME[name], **changes))
+    assert isinstance(answer, select.Unsupported)
+    assert words in answer.reason
+
+
+def test_unique_gradients_are_deterministic() -> None:
+    changes = {"backward": True, "deterministic": True, "grad_slots": (0,)}
+    assert isinstance(select.supports(_request(BY_NAME["bias_full"], **changes)), select.Supported)
