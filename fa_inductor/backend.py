@@ -36,8 +36,7 @@ def fa_inductor(
         StrictModeError: ``strict`` is set and an attention stays unfused.
     """
     ours, inductor = Options.from_user(options)
-    if ours.log_level is not None:
-        log.setLevel(ours.log_level)
+    ours.apply_log_level()
     compiled, _ = compile_with(gm, example_inputs, ours, {**_mode_patches(mode), **inductor})
     return compiled
 
@@ -49,7 +48,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
     known = list_mode_options()
     if mode not in known:
-        raise OptionError.invalid("mode", mode, f"one of {', '.join(['default', *known])}")
+        raise OptionError.invalid("mode", mode, f"one of {', '.join(sorted({'default', *known}))}")
     return dict(known[mode])
 
 

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 def _is_attention_pattern(entry: Any) -> bool:
     name = getattr(entry, "pattern_name", None)
     if name is None:  # torch before 2.13 keeps the pattern's function in the check's closure only
-        check = getattr(entry, "extra_check", None)
+        check: Any = getattr(entry, "extra_check", None)
         try:
             search = inspect.getclosurevars(check).nonlocals.get("search_fn")
         except TypeError:

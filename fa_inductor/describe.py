@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa_inductor.expr import BOOL, KV_IDX, Q_IDX, SCORE, Call, Expr, Load
+from fa_inductor.expr import BOOL, FLOAT, KV_IDX, Q_IDX, SCORE, Call, Expr, Load
 from fa_inductor.patterns import AttentionMatch
 
 
@@ -39,9 +39,10 @@ def _positions(score: Expr) -> list[str]:
 def _terms(score: Expr) -> list[str]:
     words = []
     loads = [n for n in score.walk() if isinstance(n, Load)]
-    if any(x.kind == BOOL for x in loads) or any(isinstance(n, Call) and n.fn == "ne" for n in score.walk()):
+    tested = {x for n in score.walk() if isinstance(n, Call) and n.kind == BOOL for x in n.walk() if isinstance(x, Load)}
+    if any(x.kind == BOOL for x in loads) or tested:
         words.append("mask")
-    if any(x.kind == "float" and x.depends_on(KV_IDX) for x in loads):
+    if any(x.kind == FLOAT and x.depends_on(KV_IDX) and x not in tested for x in loads):
         words.append("bias")
     if any(isinstance(n, Call) and n.fn == "tanh" and n.depends_on(SCORE) for n in score.walk()):
         words.append("softcap")

@@ -158,7 +158,9 @@ def _signature(m: AttentionMatch) -> tuple:
 
 
 # ------------------------------------------------------------------------------------------------------------ reports
-def _report(view: AtenView, match: AttentionMatch, status: str, **more: str) -> SiteReport:
+def _report(
+    view: AtenView, match: AttentionMatch, status: str, program: str = "", template: str = "", reason: str = ""
+) -> SiteReport:
     node = _anchor_node(view, match)
     grad = any(match.place.requires_grad(o.node) for o in (match.q, match.k, match.v))
     return SiteReport(
@@ -171,7 +173,9 @@ def _report(view: AtenView, match: AttentionMatch, status: str, **more: str) -> 
         dtype=dtype_text(match),
         backward=grad and view.origin[match.pv].grad_enabled,
         near_misses=match.notes,
-        **{"program": match.full_spec().program, **more},
+        program=program or match.full_spec().program,
+        template=template,
+        reason=reason,
     )
 
 

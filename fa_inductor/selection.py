@@ -63,23 +63,22 @@ def _cpu(match: AttentionMatch, options: Options) -> Choice:
     if match.sdpa and not match.dropout_p and match.extent(match.groups["qk"]) == match.extent(match.groups["v"]):
         return Choice(None, reason="already scaled_dot_product_attention, which ATen runs fused on CPU")
     cpu = torch.device("cpu")
-    operands = [_Meta(cpu, match.dtype)] * 3
+    operand = _Meta(cpu, match.dtype)
     captures = [_Meta(v.device, v.dtype) if isinstance(v, torch.Tensor) else _Meta(cpu, torch.float64)
                 for v in map(value_of, match.captures)]  # fmt: skip
     grads = needs_grad(match)
-    reason = cpu_flash.supports(match.full_spec(), *operands, captures, grads if any(grads) else ())
+    spec = match.full_spec()
+    reason = cpu_flash.supports(spec, operand, operand, operand, captures, grads if any(grads) else ())
     if reason is None:
         reason = _unprofitable(match, options, any(grads))
     return Choice(None, reason=reason) if reason else Choice("aten", "ATen flash attention (CPU)")
 
 
 def _unprofitable(match: AttentionMatch, options: Options, training: bool) -> str | None:
-    lengths = [size_hint(match, match.extent(match.groups[g])) for g in ("query", "key", "qk")]
+    rows, keys, features = (size_hint(match, match.extent(match.groups[g])) for g in ("query", "key", "qk"))
     if options.min_seqlen is not None:
-        if lengths[1] < options.min_seqlen:
-            return f"{lengths[1]} keys are fewer than min_seqlen={options.min_seqlen}"
-        return None
-    return cpu_flash.profitable(match.full_spec(), match.dtype, *lengths, training)
+        return f"{keys} keys are fewer than min_seqlen={options.min_seqlen}" if keys < options.min_seqlen else None
+    return cpu_flash.profitable(match.full_spec(), match.dtype, rows, keys, features, training)
 
 
 #: Length assumed for a run-time size whose traced value is not known.

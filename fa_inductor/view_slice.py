@@ -139,14 +139,14 @@ def _needed(gm: fx.GraphModule, is_inplace, memo: dict[int, Slice]) -> Slice:  #
 def _enter(gm: fx.GraphModule, call: fx.Node, slicer: _Slicer, is_inplace, memo: dict[int, Slice]) -> None:  # type: ignore[no-untyped-def]
     """Demands of a sub-graph body on the values that it is called with: a mask may be made outside of a checkpoint."""
     bodies = [getattr(gm, str(a.target), None) for a in call.all_input_nodes if a.op == "get_attr"]
-    bodies = [b for b in bodies if isinstance(b, fx.GraphModule)]
-    if len(bodies) != 1:
+    modules = [b for b in bodies if isinstance(b, fx.GraphModule)]
+    if len(modules) != 1:
         return
-    inner = needed(bodies[0], is_inplace, memo)
+    inner = needed(modules[0], is_inplace, memo)
     if not inner.need:
         return
     slicer.need.add(call)
-    placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
+    placeholders = [n for n in modules[0].graph.nodes if n.op == "placeholder"]
     pairs = list(zip(reversed(placeholders), reversed(call.args), strict=False))
     slicer.upstream([a for p, a in pairs if p in inner.inputs and isinstance(a, fx.Node)])
     slicer.operands([a for p, a in pairs if p in inner.operands and isinstance(a, fx.Node)])

@@ -380,13 +380,13 @@ class Analysis:
         n, e = self.key, self.features
         batch_axes = {s for s in extents if s not in (*rows, *columns, n, e)}
         for side in (k_side, value, q_side):
-            point = split_points(*side, prover, batch_axes, extents)
+            point = split_points(side[0], side[1], prover, batch_axes, extents)
             if point is not None:
                 raise Split(*point)
         keep = {s for s in (n, e) if s != 0}
-        q = choose(*q_side, prover, self.place, extents, set(rows) | (keep - {n}), scales=True)
-        k = choose(*k_side, prover, self.place, extents, keep, scales=True)
-        v = choose(*value, prover, self.place, extents, set(columns) | (keep - {e}), scales=False)
+        q = choose(q_side[0], q_side[1], prover, self.place, extents, set(rows) | (keep - {n}), scales=True)
+        k = choose(k_side[0], k_side[1], prover, self.place, extents, keep, scales=True)
+        v = choose(value[0], value[1], prover, self.place, extents, set(columns) | (keep - {e}), scales=False)
         scale = q.scale * k.scale
         if scale != 1.0:
             logits, sinks = _rescale(logits, self.qk, scale), sinks

@@ -183,9 +183,8 @@ def _bounded(e: sympy.Expr, low: int, high: int, prover: Prover, sizes: bool) ->
 def common_dtype(args: Sequence[Any]) -> torch.dtype:
     """The dtype in which torch compares two operands."""
     values = [value_of(a) if isinstance(a, fx.Node) else a for a in args]
-    plain = [
-        float(v) if isinstance(v, torch.SymFloat) else int(v) if isinstance(v, torch.SymInt) else v for v in values
-    ]
+    # Any number of the kind will do; to read a run-time one would fix it with a guard.
+    plain = [1.0 if isinstance(v, torch.SymFloat) else 1 if isinstance(v, torch.SymInt) else v for v in values]
     return torch.result_type(*plain)
 
 
@@ -254,14 +253,10 @@ def as_integers(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 
     for e, number in ((a, b), (b, a)):
         # every float dtype holds these numbers, and no other integer is rounded to one of them
-        small = isinstance(number, Const) and number.kind == FLOAT and abs(number.value) < 2**7
-        if (
-            small
-            and isinstance(e, Call)
-            and e.fn == "cast_float"
-            and e.args[0].kind == INT
-            and float(number.value).is_integer()
-        ):
+        if not (isinstance(number, Const) and number.kind == FLOAT and abs(number.value) < 2**7):
+            continue
+        whole = float(number.value).is_integer()
+        if whole and isinstance(e, Call) and e.fn == "cast_float" and e.args[0].kind == INT:
             n = Lin(sympy.Integer(int(number.value)))
             return (e.args[0], n) if e is a else (n, e.args[0])
     x, y = strip(a), strip(b)

@@ -76,10 +76,10 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
     if candidates and not pvs and _returned_probabilities(softmax, candidates, live):
         raise Reject("the product with V is not in this graph: the probabilities are its result", softmax.node)
     if candidates and not pvs:
-        by = next((o for o in others if o.target is OPAQUE and _product_behind(o)), None)
-        if by is not None:
+        opaque = next((o for o in others if o.target is OPAQUE and _product_behind(o)), None)
+        if opaque is not None:
             changed = "the probabilities are changed by {} between the softmax and the product with V"
-            raise Reject(changed.format(view_slice.name_of(view.origin[by].node)), by)
+            raise Reject(changed.format(view_slice.name_of(view.origin[opaque].node)), opaque)
     if not candidates or not pvs:
         raise Reject("no products around this softmax", silent=True)
     if len(pvs) > 1:

@@ -19,7 +19,7 @@ from fa_inductor.patterns.operands import choose, radix, split_points
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.site import AttentionMatch, Reject, Site, Split, build_match
-from fa_inductor.patterns.terms import Elem, Index, dtype, quotient, shape
+from fa_inductor.patterns.terms import Elem, Index, dtype, quotient, shape, size, value_of
 
 
 def match_sdpa(view: AtenView, node: fx.Node) -> AttentionMatch:
@@ -50,6 +50,21 @@ def _lead(index: Index, node: fx.Node, grouped: bool, heads: sympy.Expr, prover:
     return broadcast(index, dims)
 
 
+def _guard_equal_sizes(*operands: fx.Node) -> None:
+    """Sizes that the call demands to be equal become one, by a guard on run-time sizes: eager fails where it would."""
+    shapes = [value_of(o).shape for o in operands]  # type: ignore[attr-defined]
+    q, k, v = shapes
+    pairs = [(q[-1], k[-1]), (k[-2], v[-2])]
+    pairs += [(a, b) for x in (k, v) for a, b in zip(reversed(q[:-2]), reversed(x[:-2]), strict=False)]
+    for a, b in pairs:
+        if size(a) != size(b) and _hint(a) is not None and _hint(a) == _hint(b):
+            bool(a == b)
+
+
+def _hint(d: int | torch.SymInt) -> int | None:
+    return d.node.hint if isinstance(d, torch.SymInt) and d.node.has_hint() else d if isinstance(d, int) else None
+
+
 def _analyse(view: AtenView, site: Any, node: fx.Node) -> AttentionMatch:
     q, k, v, mask, dropout_p, is_causal, scale, grouped = node.args
     assert isinstance(q, fx.Node)
@@ -57,6 +72,7 @@ def _analyse(view: AtenView, site: Any, node: fx.Node) -> AttentionMatch:
     assert isinstance(v, fx.Node)
     if len(shape(q)) < 2:
         raise Reject("operands of fewer than two dimensions", node)
+    _guard_equal_sizes(q, k, v)
     a = Analysis(view, site, node, set(), [])
     out_index, out_dims = a._output_index()
     lead, row, column = out_index[:-2], out_index[-2], out_index[-1]
@@ -70,13 +86,13 @@ def _analyse(view: AtenView, site: Any, node: fx.Node) -> AttentionMatch:
     rows, columns = radix(row, extents) or (), radix(column, extents) or ()
     batch = {s for s in extents if s not in (*rows, *columns, n, e)}
     for side in (k_side, v_side, q_side):
-        point = split_points(*side, prover, batch, extents)
+        point = split_points(side[0], side[1], prover, batch, extents)
         if point is not None:
             raise Split(*point)
     keep = {s for s in (n, e) if s != 0}
-    oq = choose(*q_side, prover, site.place, extents, set(rows) | (keep - {n}), scales=True)
-    ok = choose(*k_side, prover, site.place, extents, keep, scales=True)
-    ov = choose(*v_side, prover, site.place, extents, set(columns) | (keep - {e}), scales=False)
+    oq = choose(q_side[0], q_side[1], prover, site.place, extents, set(rows) | (keep - {n}), scales=True)
+    ok = choose(k_side[0], k_side[1], prover, site.place, extents, keep, scales=True)
+    ov = choose(v_side[0], v_side[1], prover, site.place, extents, set(columns) | (keep - {e}), scales=False)
     logits = _logits(a, node, mask, is_causal, scale, out_index[:-1], prover, oq.scale * ok.scale)
     groups = a._roles(out_dims, rows, columns, oq, ok, ov)
     region = [node, *oq.passed, *ok.passed, *ov.passed]

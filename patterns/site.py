@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import sympy
 import torch
 from torch import fx
 
-from fa_inductor import view_slice
+from fa_inductor import aten_view, view_slice
 from fa_inductor.aten_view import AtenView, DynamoValue
 from fa_inductor.bounds import Facts
 from fa_inductor.expr import SCORE
@@ -19,7 +20,7 @@ from fa_inductor.patterns.operands import Axes, Extents, Operand
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
 from fa_inductor.patterns.stability import may_vanish
-from fa_inductor.patterns.terms import Index, value_of
+from fa_inductor.patterns.terms import Index, tensor_of, value_of
 from fa_inductor.spec import AttentionSpec, Rejection
 
 #: Dtypes of attention.
@@ -107,12 +108,17 @@ def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
     return Rejection(reason, origin.node.name, source_line(origin.node), origin.path)
 
 
+_OURS = Path(aten_view.__file__).parent
+
+
 def source_line(node: fx.Node) -> str:
     """``file:line: code`` of the user's innermost frame of a Dynamo node; its module where no frame was kept."""
     lines = [ln.strip() for ln in (node.meta.get("stack_trace") or "").strip().splitlines() if ln.strip()]
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith('File "'):
             where = lines[i][6:].split('", line ')
+            if Path(where[0]).parent == _OURS:
+                continue  # the call in explain()
             number = where[1].split(",")[0] if len(where) == 2 else "?"
             code = lines[i + 1] if i + 1 < len(lines) else ""
             return f"{where[0]}:{number}: {code}"
@@ -173,15 +179,16 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
     op_dtype = torch.promote_types(q.dtype, v.dtype)
     if not {q.dtype, v.dtype, op_dtype} <= set(DTYPES) or q.dtype != k.dtype:
         raise Reject(f"operands of dtypes {q.dtype}, {k.dtype}, {v.dtype}", site.pv)
-    devices = {value_of(o.node).device for o in (q, k, v)}
+    devices = {tensor_of(o.node).device for o in (q, k, v)}
     if len(devices) > 1:
         raise Reject(f"operands on several devices: {sorted(map(str, devices))}", site.pv)
     barrier = place.gradient_barrier(region)
     if barrier is not None:
         raise Reject(f"gradient does not flow through {barrier.name} as through its inputs (detach or no_grad inside)", site.pv)
-    lengths = [_extent(groups[g], extents) for g in ("query", "key")]
-    finisher = Finisher(groups["batch"], groups["heads"], *(next(iter(groups[g]), None) for g in ("query", "key")),
-                        extents, *lengths, product)  # fmt: skip
+    query, key = groups["query"], groups["key"]
+    lengths = [_extent(query, extents), _extent(key, extents)]
+    finisher = Finisher(groups["batch"], groups["heads"], query[0] if query else None, key[0] if key else None,
+                        extents, lengths[0], lengths[1], product)  # fmt: skip
     score = finisher.expression(logits)
     extra = tuple(finisher.expression(s) for s in sinks)
     if not score.depends_on(SCORE) or any(x.depends_on(SCORE) for x in extra):
@@ -191,7 +198,8 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
     for c in finisher.captures:
         if not place.emittable(c) and not isinstance(value_of(c), torch.SymFloat):
             raise Reject(f"captured value {c.name} cannot be had where the fused op would go", c)
-        if isinstance(value_of(c), torch.Tensor) and value_of(c).device not in devices and value_of(c).dim() > 0:
+        value = value_of(c)
+        if isinstance(value, torch.Tensor) and value.device not in devices and value.dim() > 0:
             raise Reject(f"captured value {c.name} is on another device", c)
     spec = AttentionSpec(score=score, sinks=extra, dead_rows=dead_rows)
     return AttentionMatch(

@@ -81,6 +81,14 @@ def value_of(node: fx.Node) -> object:
     return node.meta.get("val")
 
 
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of an ATen node; raises :class:`Unsupported` where it is none."""
+    v = value_of(node)
+    if not isinstance(v, torch.Tensor):
+        raise Unsupported(f"{node.name} is not a tensor", node)
+    return v
+
+
 def size(d: object) -> sympy.Expr:
     """A dimension (int, SymInt or the node of one) as a sympy expression."""
     if isinstance(d, fx.Node):
@@ -91,17 +99,11 @@ def size(d: object) -> sympy.Expr:
 
 
 def shape(node: fx.Node) -> list[sympy.Expr]:
-    v = value_of(node)
-    if not isinstance(v, torch.Tensor):
-        raise Unsupported(f"{node.name} is not a tensor", node)
-    return [size(d) for d in v.shape]
+    return [size(d) for d in tensor_of(node).shape]
 
 
 def dtype(node: fx.Node) -> torch.dtype:
-    v = value_of(node)
-    if not isinstance(v, torch.Tensor):
-        raise Unsupported(f"{node.name} is not a tensor", node)
-    return v.dtype
+    return tensor_of(node).dtype
 
 
 def kind_of(dt: torch.dtype) -> str:
