@@ -110,7 +110,7 @@ def _descriptor_fits(x: Any) -> bool:
     strides, offset = x.get_stride(), x.get_layout().offset
     if not _sizevars().statically_known_equals(strides[3], 1):
         return False
-    if x.get_name() in V.graph.unaligned_buffers:
+    if x.get_name() in getattr(V.graph, "unaligned_buffers", ()):
         return False
     return all(known(s, multiple) for s in (*strides[:3], offset))
 
@@ -255,9 +255,7 @@ def _select(call: _Call, candidates: Sequence[configs.TileConfig]) -> Any | None
     if not choices:
         log.warning("%s kernel: no configuration compiles, running the op's eager kernel", call.which)
         return None
-    chosen = autotune_select_algorithm(
-        f"fa_inductor_{call.which}", choices, nodes, call.layout, return_multi_template=False
-    )
+    chosen = autotune_select_algorithm(f"fa_inductor_{call.which}", choices, nodes, call.layout, return_multi_template=False)
     # torch 2.13 returns (node, choice), torch 2.11 the node.
     return chosen[0] if isinstance(chosen, tuple) else chosen
 
@@ -280,13 +278,18 @@ def _request(o: _Operands, problem: Problem, **more: Any) -> select.Request:
     )  # fmt: skip
 
 
-def _refusal(op_device: Any, kernel: str, shapes: Sequence[Any]) -> str:
+def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> str:
     """Why an op is not lowered at all, "" where it may be."""
+    device = operands[0].get_device()
     if kernel != "triton":
         return f"kernel {kernel!r} was chosen"
-    if op_device.type != "cuda":
-        return f"operands are on {op_device.type}"
-    if any(_number(s) == 0 for s in shapes):
+    if device.type != "cuda":
+        return f"operands are on {device.type}"
+    for i, t in enumerate(captures):
+        # Eager code may mix a CPU scalar in; a kernel would get a pointer that it cannot read.
+        if t.get_device() != device:
+            return f"captured tensor {i} is on {t.get_device()}, the operands are on {device}"
+    if any(_number(s) == 0 for t in operands for s in t.get_size()):
         return "an operand is empty"
     return ""
 
@@ -320,16 +323,14 @@ def _candidates(arch: int, o: _Operands, problem: Problem, which: str) -> list[c
     return tiles.choose(Program.of(o.spec, problem), problem, arch, which)
 
 
-def _lower_forward(
-    q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str
-) -> Any:
+def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
     import torch
 
     from fa_inductor import ops
     from fa_inductor.templates.forward import forward_kernel, packs_heads
 
     args = (q, k, v, captures, sizes, program, kernel)
-    reason = _refusal(q.get_device(), kernel, [*q.get_size(), *k.get_size(), *v.get_size()])
+    reason = _refusal(kernel, (q, k, v), captures)
     if reason:
         return _fallback(ops.flash_attention, args, reason)
     spec = AttentionSpec.parse(program)
@@ -380,7 +381,7 @@ def _lower_backward(
     from fa_inductor import ops
 
     args = (grad_out, q, k, v, out, lse, captures, sizes, program, kernel, needs_grad)
-    reason = _refusal(q.get_device(), kernel, [*q.get_size(), *k.get_size(), *v.get_size()])
+    reason = _refusal(kernel, (q, k, v), captures)
     if reason:
         return _fallback(ops.flash_attention_backward, args, reason)
     spec = AttentionSpec.parse(program)
