@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 from fa_inductor.backend import compile_with
 from fa_inductor.config import Options
@@ -75,3 +75,61 @@ def fuse(fn: Callable, backend: Fusing | None = None, **how: Any) -> tuple[Calla
     """(``fn`` compiled with a :class:`Fusing` backend, that backend)."""
     backend = backend or Fusing()
     return torch.compile(fn, backend=backend, **how), backend
+
+
+def _leaves(inputs: tuple[Any, ...]) -> list[Any]:
+    """Copies that share memory where the inputs do."""
+    storages = {x.untyped_storage().data_ptr(): x for x in inputs if isinstance(x, Tensor)}
+    copies = {p: torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone()) for p, x in storages.items()}
+    return [
+        copies[x.untyped_storage().data_ptr()]
+        .as_strided(x.shape, x.stride(), x.storage_offset())
+        .detach()
+        .requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor)
+        else x
+        for x in inputs
+    ]
+
+
+def _run(fn: Callable, inputs: list[Any]) -> list[tuple[str, Tensor | None]]:
+    """Outputs, inputs afterwards, and gradients of inputs and parameters under fixed random weights of the outputs."""
+    torch.manual_seed(0)
+    out = fn(*inputs)
+    outputs = list(out) if isinstance(out, (tuple, list)) else [out]
+    found: list[tuple[str, Tensor | None]] = [(f"output {i}", o.detach().clone()) for i, o in enumerate(outputs)]
+    found += [(f"input {i}", x.detach().clone()) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    for p in parameters:
+        p.grad = None
+    trained = [o for o in outputs if o.requires_grad]
+    if trained:
+        g = torch.Generator().manual_seed(1)
+        torch.autograd.backward(trained, [torch.randn(o.shape, generator=g).to(o.dtype) for o in trained])
+    found += [(f"gradient of input {i}", x.grad) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    return found + [(f"gradient of parameter {i}", copied(p.grad)) for i, p in enumerate(parameters)]
+
+
+def copied(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
+
+
+def agree(fn: Callable, *inputs: Any, fused: int | None = 1, backend: Fusing | None = None, **how: Any) -> Fusing:
+    """Compile ``fn`` and compare with eager: outputs, what was written into inputs, gradients. Use float64 inputs.
+
+    A module must not keep state. Gives the backend, for its report.
+    """
+    compiled, backend = fuse(fn, backend, **how)
+    ours, theirs = _leaves(inputs), _leaves(inputs)
+    got, expected = _run(compiled, ours), _run(fn, theirs)
+    assert fused is None or backend.fused == fused, f"fused {backend.fused} of {fused}: {backend.reasons}"
+    for (name, g), (_, e) in zip(got, expected, strict=True):
+        assert (g is None) == (e is None), f"{name}: {g} instead of {e}"
+        if g is not None and e is not None:
+            torch.testing.assert_close(g, e, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
+    return backend
+
+
+def normal(*shape: int, grad: bool = True) -> Tensor:
+    """A float64 leaf."""
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
