@@ -68,7 +68,7 @@ def _grid() -> list[Case]:
 
 
 CASES = {c.name: c for c in _grid()}
-#: The rows that KERNELS-style tables of FlexAttention have, and the forms that it expresses.
+#: Common training shapes, and the forms that FlexAttention expresses too.
 DEFAULT = (
     "d64_s4k", "d64_s4k_causal", "d128_s512", "d128_s512_causal", "d128_s2k_causal", "d128_s4k", "d128_s4k_causal",
     "d128_s16k", "d128_s16k_causal", "gqa_s8k_causal", "d256_s4k_causal", "bias_d128_s4k", "alibi_d128_s4k",
@@ -191,9 +191,7 @@ class Problem:
             return self.flex(tuned)
         if kind == "eager":
             return self.eager()
-        return self.sdpa(
-            {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}[kind]
-        )
+        return self.sdpa({"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}[kind])
 
 
 def warm(problem: Problem, name: str) -> None:

@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from fa_inductor.lowering_operands import Operands, number, problem_of, realised
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.rendering import KernelSource, Problem
-from fa_inductor.templates.score_codegen import CaptureInfo
 
 log = logging.getLogger(__name__)
 
-_INT32 = 2**31 - 1
-#: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
-_TILE_ROWS = 256
 #: Leading entries of ``call_sizes``: rows or columns to tile, and the number of (batch, head) pairs. Then n0, n1, ...
 _GRID_SIZES = 2
 
@@ -42,125 +39,6 @@ def register() -> None:
     register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
 
 
-# ------------------------------------------------------------------------------------------------- the op's operands
-@dataclass
-class _Operands:
-    """The operands of one op, realised, and what Inductor knows of them."""
-
-    q: Any
-    k: Any
-    v: Any
-    captures: list[Any]
-    sizes: list[Any]
-    spec: AttentionSpec
-    others: list[Any]
-
-    @property
-    def extents(self) -> tuple[Any, Any, Any, Any, Any]:
-        """(batch, query heads, key heads, query length, key length)."""
-        batch, heads, rows, _ = self.q.get_size()
-        return batch, heads, self.k.get_size()[1], rows, self.k.get_size()[2]
-
-    def named(self) -> dict[str, Any]:
-        return {"Q": self.q, "K": self.k, "V": self.v, **{f"CAP{i}": t for i, t in enumerate(self.captures)}}
-
-
-def _realised(x: Any) -> Any:
-    """``x`` as a buffer or a strided view of one, its layout fixed; never copied for its strides."""
-    from torch._inductor import ir
-
-    x = ir.ExternKernel.realize_input(x)
-    x.freeze_layout()
-    return x
-
-
-def _sizevars() -> Any:
-    from torch._inductor.virtualized import V
-
-    return V.graph.sizevars
-
-
-def _number(x: Any) -> int | None:
-    """``x`` where it is a number, else None."""
-    import sympy
-
-    x = sympy.sympify(x)
-    return int(x) if x.is_Integer else None
-
-
-def _fits_int32(extent: Any) -> bool:
-    """Whether an offset fits int32: known, or true now and guarded."""
-    import sympy
-
-    number = _number(extent)
-    if number is not None:
-        return number <= _INT32
-    try:
-        return bool(_sizevars().evaluate_expr(sympy.Le(extent, _INT32)))
-    except Exception:  # a size without a hint cannot be guarded
-        return False
-
-
-def _descriptor_fits(x: Any) -> bool:
-    """Whether a tensor descriptor can read ``x`` [B, H, L, D]: as templates.direct.descriptor_fits, for IR nodes."""
-    from torch._inductor.virtualized import V
-
-    multiple = 16 // x.get_dtype().itemsize
-    known = _sizevars().statically_known_multiple_of
-    strides, offset = x.get_stride(), x.get_layout().offset
-    if not _sizevars().statically_known_equals(strides[3], 1):
-        return False
-    if x.get_name() in getattr(V.graph, "unaligned_buffers", ()):
-        return False
-    return all(known(s, multiple) for s in (*strides[:3], offset))
-
-
-def _problem(o: _Operands) -> Problem:
-    batch, heads, kv_heads, rows, cols = o.extents
-    sizevars = _sizevars()
-    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
-
-    def capture(t: Any) -> CaptureInfo:
-        sizes = t.get_size()
-        covers = tuple(frozenset(n for n, e in extents.items() if sizevars.statically_known_leq(e, s)) for s in sizes)
-        return CaptureInfo(len(sizes), covers, tuple(_number(s) for s in sizes))
-
-    def span(t: Any) -> Any:
-        return sum(((n - 1) * s for n, s in zip(t.get_size(), t.get_stride(), strict=True)), start=0)
-
-    def tile_span(t: Any) -> Any:
-        return t.get_stride()[2] * _TILE_ROWS + t.get_stride()[3] * t.get_size()[3]
-
-    operands = [o.q, o.k, o.v, *o.others]
-    return Problem(
-        qk_dim=sizevars.guard_int(o.q.get_size()[3]),
-        v_dim=sizevars.guard_int(o.v.get_size()[3]),
-        group=sizevars.guard_int(heads) // sizevars.guard_int(kv_heads),
-        captures=tuple(capture(t) for t in o.captures),
-        wide_sizes=tuple(not (_fits_int32(s) and _fits_int32(-s)) for s in o.sizes),
-        wide_tile=not all(_fits_int32(tile_span(t)) for t in operands),
-        wide_captures=tuple(not _fits_int32(span(t)) for t in o.captures),
-        even_q=sizevars.statically_known_multiple_of(rows, 128),
-        even_kv=sizevars.statically_known_multiple_of(cols, 128),
-        precision=_float32_precision(),
-        rows=_number(rows),
-        cols=_number(cols),
-        square=sizevars.statically_known_leq(rows, cols),
-        sizes=tuple(_number(s) for s in o.sizes),
-        tma=all(_descriptor_fits(t) for t in operands),
-        element=o.q.get_dtype().itemsize,
-    )
-
-
-def _float32_precision() -> str:
-    """``tf32`` where torch.set_float32_matmul_precision allows it for matmuls, else ``ieee``."""
-    import torch
-
-    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
-    ieee = setting == "ieee" if setting != "none" else torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if ieee else "tf32"
-
-
 # ------------------------------------------------------------------------------------------------- Inductor templates
 def _grid(length: Any, heads: Any, *rest: Any, cdiv: Callable[[Any, Any], Any]) -> tuple[Any, int, int]:
     """One program for each tile of each (batch, head); ``rest`` ends with the kernel's constants."""
@@ -168,7 +46,7 @@ def _grid(length: Any, heads: Any, *rest: Any, cdiv: Callable[[Any, Any], Any]) 
 
 
 @lru_cache(maxsize=1)
-def _template_class() -> type:
+def _template_class() -> Any:
     import sympy
     from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, TritonTemplateKernel
 
@@ -268,7 +146,7 @@ def _fallback(op: Any, args: Sequence[Any], reason: str) -> Any:
     return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
-def _request(o: _Operands, problem: Problem, **more: Any) -> select.Request:
+def _request(o: Operands, problem: Problem, **more: Any) -> select.Request:
     import torch
 
     capability = torch.cuda.get_device_capability(o.q.get_device())
@@ -289,7 +167,7 @@ def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> s
         # Eager code may mix a CPU scalar in; a kernel would get a pointer that it cannot read.
         if t.get_device() != device:
             return f"captured tensor {i} is on {t.get_device()}, the operands are on {device}"
-    if any(_number(s) == 0 for t in operands for s in t.get_size()):
+    if any(number(s) == 0 for t in operands for s in t.get_size()):
         return "an operand is empty"
     return ""
 
@@ -316,7 +194,7 @@ def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: 
     return made
 
 
-def _candidates(arch: int, o: _Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
+def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
     from fa_inductor.templates import tiles
     from fa_inductor.templates.program import Program
 
@@ -334,8 +212,8 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     if reason:
         return _fallback(ops.flash_attention, args, reason)
     spec = AttentionSpec.parse(program)
-    o = _Operands(_realised(q), _realised(k), _realised(v), [_realised(c) for c in captures], list(sizes), spec, [])
-    problem = _problem(o)
+    o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [])
+    problem = problem_of(o)
     request = _request(o, problem)
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
@@ -385,10 +263,10 @@ def _lower_backward(
     if reason:
         return _fallback(ops.flash_attention_backward, args, reason)
     spec = AttentionSpec.parse(program)
-    do = _realised(grad_out)
-    o = _Operands(_realised(q), _realised(k), _realised(v), [_realised(c) for c in captures], list(sizes), spec, [do])
+    do = realised(grad_out)
+    o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [do])
     slots = tuple(i for i, need in enumerate(needs_grad[3:]) if need)
-    problem = _problem(o)
+    problem = problem_of(o)
     deterministic = torch.are_deterministic_algorithms_enabled()
     request = _request(o, problem, grad_slots=slots, deterministic=deterministic, backward=True)
     answer = select.supports(request)
@@ -396,14 +274,14 @@ def _lower_backward(
         return _fallback(ops.flash_attention_backward, args, answer.reason)
     arch = select.architecture(request.capability)
     assert arch is not None
-    grads = _backward_kernels(o, do, out, _realised(lse), problem, arch, slots, needs_grad)
+    grads = _backward_kernels(o, do, out, realised(lse), problem, arch, slots, needs_grad)
     if grads is None:
         return _fallback(ops.flash_attention_backward, args, "no configuration compiles")
     return grads
 
 
 def _backward_kernels(
-    o: _Operands,
+    o: Operands,
     do: Any,
     out: Any,
     lse: Any,
@@ -431,7 +309,7 @@ def _backward_kernels(
     product = lowerings[aten.mul](to_dtype(out, torch.float32), to_dtype(do, torch.float32))
     delta = lowerings[aten.sum](product, axis=[-1])
     delta.realize()
-    tensors["DELTA"] = _realised(delta)
+    tensors["DELTA"] = realised(delta)
     if is_wide(spec, problem):
         tensors["ROW_LOG"] = _empty(o.q, [batch, heads, rows], None, torch.float32)
         layout = _layout(o.q, [batch, heads, rows], None, torch.float32)

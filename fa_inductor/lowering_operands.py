@@ -1,0 +1,132 @@
+"""What Inductor knows of an op's operands, as the templates want it: :class:`Operands` and :func:`problem_of`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.rendering import Problem
+from fa_inductor.templates.score_codegen import CaptureInfo
+
+_INT32 = 2**31 - 1
+#: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
+_TILE_ROWS = 256
+
+
+@dataclass
+class Operands:
+    """The operands of one op, realised, and what Inductor knows of them."""
+
+    q: Any
+    k: Any
+    v: Any
+    captures: list[Any]
+    sizes: list[Any]
+    spec: AttentionSpec
+    others: list[Any]
+
+    @property
+    def extents(self) -> tuple[Any, Any, Any, Any, Any]:
+        """(batch, query heads, key heads, query length, key length)."""
+        batch, heads, rows, _ = self.q.get_size()
+        return batch, heads, self.k.get_size()[1], rows, self.k.get_size()[2]
+
+    def named(self) -> dict[str, Any]:
+        return {"Q": self.q, "K": self.k, "V": self.v, **{f"CAP{i}": t for i, t in enumerate(self.captures)}}
+
+
+def realised(x: Any) -> Any:
+    """``x`` as a buffer or a strided view of one, its layout fixed; never copied for its strides."""
+    from torch._inductor import ir
+
+    x = ir.ExternKernel.realize_input(x)
+    x.freeze_layout()
+    return x
+
+
+def _sizevars() -> Any:
+    from torch._inductor.virtualized import V
+
+    return V.graph.sizevars
+
+
+def number(x: Any) -> int | None:
+    """``x`` where it is a number, else None."""
+    import sympy
+
+    x = sympy.sympify(x)
+    return int(x) if x.is_Integer else None
+
+
+def _fits_int32(extent: Any) -> bool:
+    """Whether an offset fits int32: known, or true now and guarded."""
+    import sympy
+
+    known = number(extent)
+    if known is not None:
+        return known <= _INT32
+    try:
+        return bool(_sizevars().evaluate_expr(sympy.Le(extent, _INT32)))
+    except Exception:  # a size without a hint cannot be guarded
+        return False
+
+
+def _descriptor_fits(x: Any) -> bool:
+    """Whether a tensor descriptor can read ``x`` [B, H, L, D]: as templates.direct.descriptor_fits, for IR nodes."""
+    from torch._inductor.virtualized import V
+
+    multiple = 16 // x.get_dtype().itemsize
+    known = _sizevars().statically_known_multiple_of
+    strides, offset = x.get_stride(), x.get_layout().offset
+    if not _sizevars().statically_known_equals(strides[3], 1):
+        return False
+    if x.get_name() in getattr(V.graph, "unaligned_buffers", ()):
+        return False
+    return all(known(s, multiple) for s in (*strides[:3], offset))
+
+
+def problem_of(o: Operands) -> Problem:
+    batch, heads, kv_heads, rows, cols = o.extents
+    sizevars = _sizevars()
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+
+    def capture(t: Any) -> CaptureInfo:
+        sizes = t.get_size()
+        covers = tuple(frozenset(n for n, e in extents.items() if sizevars.statically_known_leq(e, s)) for s in sizes)
+        return CaptureInfo(len(sizes), covers, tuple(number(s) for s in sizes))
+
+    def span(t: Any) -> Any:
+        return sum(((n - 1) * s for n, s in zip(t.get_size(), t.get_stride(), strict=True)), start=0)
+
+    def tile_span(t: Any) -> Any:
+        return t.get_stride()[2] * _TILE_ROWS + t.get_stride()[3] * t.get_size()[3]
+
+    operands = [o.q, o.k, o.v, *o.others]
+    return Problem(
+        qk_dim=sizevars.guard_int(o.q.get_size()[3]),
+        v_dim=sizevars.guard_int(o.v.get_size()[3]),
+        group=sizevars.guard_int(heads) // sizevars.guard_int(kv_heads),
+        captures=tuple(capture(t) for t in o.captures),
+        wide_sizes=tuple(not (_fits_int32(s) and _fits_int32(-s)) for s in o.sizes),
+        wide_tile=not all(_fits_int32(tile_span(t)) for t in operands),
+        wide_captures=tuple(not _fits_int32(span(t)) for t in o.captures),
+        even_q=sizevars.statically_known_multiple_of(rows, 128),
+        even_kv=sizevars.statically_known_multiple_of(cols, 128),
+        precision=_float32_precision(),
+        rows=number(rows),
+        cols=number(cols),
+        square=sizevars.statically_known_leq(rows, cols),
+        sizes=tuple(number(s) for s in o.sizes),
+        tma=all(_descriptor_fits(t) for t in operands),
+        element=o.q.get_dtype().itemsize,
+    )
+
+
+def _float32_precision() -> str:
+    """``tf32`` where torch.set_float32_matmul_precision allows it for matmuls, else ``ieee``."""
+    import torch
+
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    ieee = setting == "ieee" if setting != "none" else torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if ieee else "tf32"
