@@ -1,10 +1,11 @@
-"""Memory that a graph reaches by two ways: what the functional view, which knows of one, would get wrong once it is written."""
+"""What a Dynamo graph writes, and memory that it reaches by two ways, of which the functional view knows one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -21,10 +22,35 @@ def storages(n: fx.Node) -> set[int]:
     return out
 
 
+#: Functions that write into some arguments on the side: (position and name of each, position and name of the switch).
+_SIDE_WRITES = {
+    F.batch_norm: (((1, "running_mean"), (2, "running_var")), (5, "training")),
+    torch.batch_norm: (((3, "running_mean"), (4, "running_var")), (5, "training")),
+    F.instance_norm: (((1, "running_mean"), (2, "running_var")), (5, "use_input_stats")),
+    torch.instance_norm: (((3, "running_mean"), (4, "running_var")), (5, "use_input_stats")),
+    F.embedding: (((1, "weight"),), (3, "max_norm")),
+    F.embedding_bag: (((1, "weight"),), (3, "max_norm")),
+}
+
+
+def side_writes(n: fx.Node) -> list[fx.Node]:
+    """Arguments that a function of another purpose updates: running statistics, renormalised embedding rows."""
+    if n.op != "call_function" or n.target not in _SIDE_WRITES:
+        return []
+    places, switch = _SIDE_WRITES[n.target]  # type: ignore[index]
+    given = [n.kwargs.get(name, n.args[i] if i < len(n.args) else None) for i, name in (*places, switch)]
+    default = n.target is F.instance_norm and len(n.args) <= switch[0] and switch[1] not in n.kwargs
+    if not given.pop() and not default:
+        return []
+    return [a for a in given if isinstance(a, fx.Node)]
+
+
 def written(n: fx.Node) -> list[fx.Node]:
     """Arguments that an in-place node may write into."""
-    if isinstance(n.target, torch._ops.OpOverload):
+    if isinstance(n.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return n.all_input_nodes
+    if n.op == "call_function" and n.target in _SIDE_WRITES:
+        return side_writes(n)
     out = n.kwargs.get("out")
     return [a for a in pytree.tree_leaves((n.args[:1] or tuple(n.kwargs.values()), out)) if isinstance(a, fx.Node)]
 
@@ -40,8 +66,7 @@ def hidden_write(gm: fx.GraphModule, is_inplace) -> fx.Node | None:  # type: ign
     writes = [n for g in _graphs(gm) for n in g.nodes if n.op.startswith("call") and is_inplace(n)]
     inputs = [storages(n) for n in gm.graph.nodes if n.op == "placeholder"] if writes else []
     for n in writes:
-        into = {s for a in written(n) for s in storages(a)}
-        if sum(bool(into & s) for s in inputs) > 1:
+        if any(sum(s in t for t in inputs) > 1 for a in written(n) for s in storages(a)):
             return n
     return None
 
@@ -55,3 +80,20 @@ def writes_after(node: fx.Node, is_inplace) -> set[int]:  # type: ignore[no-unty
             found |= {s for a in written(n) for s in storages(a)}
         n = n.next
     return found
+
+
+def written_source(node: fx.Node, is_inplace) -> fx.Node | None:  # type: ignore[no-untyped-def]
+    """An input of the graph that ``node`` is computed from and that some in-place node writes.
+
+    AOTAutograd keeps such an input for the backward instead of the value before the write; eager code is not affected, since
+    it does not need the value there.
+    """
+    into = {s for n in node.graph.nodes if n.op.startswith("call") and is_inplace(n) for a in written(n) for s in storages(a)}
+    todo, seen = [node] if into else [], {node}
+    while todo:
+        n = todo.pop()
+        if n.op == "placeholder" and storages(n) & into:
+            return n
+        todo.extend(a for a in n.all_input_nodes if a not in seen)
+        seen.update(n.all_input_nodes)
+    return None

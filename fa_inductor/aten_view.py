@@ -141,7 +141,7 @@ class AtenView:
 
 _INPLACE_OPERATORS = {
     operator.setitem, operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.ifloordiv, operator.iand,
-    operator.ior, operator.ixor, operator.ipow, operator.imatmul, operator.imod,
+    operator.ior, operator.ixor, operator.ipow, operator.imatmul, operator.imod, operator.ilshift, operator.irshift,
 }  # fmt: skip
 _INPLACE_POSITIONAL = {"relu", "dropout", "silu", "elu", "gelu", "leaky_relu", "hardtanh", "threshold", "celu", "selu", "mish"}
 
@@ -157,6 +157,12 @@ def is_inplace(n: fx.Node) -> bool:
         return True
     if isinstance(n.target, torch._ops.OpOverload):
         return n.target._schema.is_mutable
+    if isinstance(n.target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(n.target, o) for o in n.target.overloads()]
+        if any(o._schema.is_mutable and not any(a.is_out for a in o._schema.arguments) for o in overloads):
+            return True
+    if aliasing.side_writes(n):
+        return True
     name = getattr(n.target, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (
         name in _INPLACE_POSITIONAL and any(a is True for a in n.args[1:])
@@ -274,6 +280,8 @@ class _Interpreter(fx.Interpreter):
                 b.autocast.remove(args[0])
                 return target(*args)
             if target in view_slice.HEAVY and "example_value" in n.meta:
+                for a in aliasing.side_writes(n):
+                    self.env[a].copy_(self.opaque(a, (args, kwargs)))
                 return self.opaque(n, (args, kwargs))
             if getattr(target, "__name__", "") == "_get_data_attr":  # ``x.data``, as Dynamo spells it
                 return DETACH(args[0])

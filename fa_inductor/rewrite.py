@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor import ops
-from fa_inductor.aliasing import storages, writes_after
+from fa_inductor.aliasing import storages, writes_after, written_source
 from fa_inductor.aten_view import AtenView, Path, is_inplace
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
@@ -266,6 +266,10 @@ def _check_later_writes(em: Emitter, operands: list[fx.Node]) -> None:
     for o in operands:
         if storages(o) & later:
             raise RewriteError(f"{o.name} is written in place after the attention, whose backward still needs it")
+    for o in operands[3:]:
+        source = written_source(o, is_inplace)
+        if source is not None:
+            raise RewriteError(f"the backward may compute {o.name} anew from {source.name}, which this graph writes in place")
 
 
 def _shape_output(em: Emitter, match: AttentionMatch, out: fx.Node) -> fx.Node:

@@ -32,7 +32,8 @@ MATMULS = {
 }  # fmt: skip
 #: Functions whose inside holds nothing that a match needs and that cost much to trace.
 HEAVY = {
-    F.linear, torch._C._nn.linear, F.layer_norm, F.group_norm, F.batch_norm, F.embedding, F.conv1d, F.conv2d, F.conv3d,
+    F.linear, torch._C._nn.linear, F.layer_norm, F.group_norm, F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm,
+    F.embedding, F.embedding_bag, F.conv1d, F.conv2d, F.conv3d,
     torch.conv1d, torch.conv2d, torch.conv3d, F.cross_entropy, F.gelu, F.silu, torch._C._nn.gelu, torch._C._nn.silu,
 } | ({F.rms_norm} if hasattr(F, "rms_norm") else set())  # fmt: skip
 _SWITCHES = {torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled}
@@ -173,9 +174,9 @@ class _Slicer:
             known = self._storages_of({i for n in self.need for i in (n, *n.all_input_nodes)})
             for n in list(waiting):
                 into = self._storages_of(written(n))
-                if into & full:
+                if into & full and n.target not in HEAVY:
                     self.upstream([n])
-                elif into & known:
+                elif into & (known | full):
                     self.need.add(n)
                     self.operands(n.all_input_nodes)
                 else:

@@ -248,7 +248,40 @@ def _bias_written_after(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor
     return out
 
 
+def _running_mean(q: Tensor, k: Tensor, v: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    bias = mean.clone()
+    F.batch_norm(q.transpose(1, 2), mean, variance, training=True)
+    return attend(q, k, v, lambda s: s + bias)
+
+
+def _renormalised(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    bias = table.clone()
+    F.embedding(torch.arange(6), table, max_norm=0.1)
+    return attend(q, k, v, lambda s: s + bias)
+
+
+@torch.library.custom_op("fa_inductor_fuzz::halve", mutates_args=["x"])
+def _halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+def _packet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    kept = k.clone()
+    torch.ops.fa_inductor_fuzz.halve(k)
+    return attend(q, kept, v)
+
+
+def _list_of_writes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    kept = k.clone()
+    torch._foreach_mul_([k, v], 2.0)
+    return attend(q, kept, v)
+
+
 WRITES = {
+    "running statistics": Case(_running_mean, lambda: [torch.randn(6), torch.ones(6)]),
+    "renormalised rows": Case(_renormalised, lambda: [torch.randn(6, 6)]),
+    "custom op": Case(_packet, grad=False),
+    "list of tensors": Case(_list_of_writes, grad=False),
     "through detach": Case(_through_detach),
     "through data": Case(_through_data, grad=False),
     "after the site": Case(_bias_written_after, lambda: [torch.randn(6, 6)]),
@@ -321,7 +354,7 @@ CASES = {**INTEGERS, **ROUNDING, **CASTS, **GRADIENTS, **WRITES, **NO_SOFTMAX}
 #: Cases in which a fused op would be wrong whatever it captures.
 NEVER = {
     "after the site", "logsumexp of huge fills", "exp that vanishes", "maximum of the unmasked", "maximum of all rows",
-    "mean of masked scores", "dropout of everything", "integer denominator",
+    "mean of masked scores", "dropout of everything", "running statistics", "renormalised rows", "integer denominator",
 }  # fmt: skip
 
 
