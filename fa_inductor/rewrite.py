@@ -19,6 +19,7 @@ from fa_inductor.aliasing import storages, writes_after, written_source
 from fa_inductor.aten_view import AtenView, Path, is_inplace
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
+from fa_inductor.patterns.terms import size
 from fa_inductor.spec import AttentionSpec
 
 
@@ -70,7 +71,7 @@ class Emitter:
     def _value(self, node: fx.Node) -> Any:
         v = node.meta.get("val")
         if isinstance(v, torch.SymInt):
-            return self.size(v.node.expr)
+            return self.size(size(v))
         if isinstance(v, torch.SymFloat):
             return self._run_time_float(v)
         held = self.match.place.holder(node)
@@ -87,8 +88,21 @@ class Emitter:
             raise RewriteError(f"{held.node.name} holds its tensors in a structure that is not a plain tuple")
         if node.op != "call_function":
             raise RewriteError(f"{node.name} cannot be computed here")
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._argument)  # type: ignore[misc]
         return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _argument(self, node: fx.Node) -> Any:
+        """As :meth:`value`, with run-time numbers as numbers: schemas that take one do not take a tensor."""
+        v = node.meta.get("val")
+        if not isinstance(v, torch.SymFloat):
+            return self.value(node)
+        for n in self.graph.nodes:
+            if n is self.anchor:
+                break
+            example = n.meta.get("example_value")
+            if isinstance(example, torch.SymFloat) and example.node.expr == v.node.expr:
+                return n
+        raise RewriteError(f"run-time float {v} is not at hand")
 
     def _run_time_float(self, v: torch.SymFloat) -> fx.Node:
         """The 0-d tensor that a run-time float was read from."""
@@ -314,7 +328,7 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _text(n: Any) -> str:
-    return str(n.node.expr) if isinstance(n, torch.SymInt) else str(n)
+    return str(sympy.expand(size(n)))
 
 
 def _layout(match: AttentionMatch) -> str:

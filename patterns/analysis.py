@@ -365,7 +365,7 @@ class Analysis:
         ends = {site.pv, site.output}
         for n in inside:
             for u in n.users:
-                if u in self.live and u not in inside and u not in ends and n not in ends:
+                if u in self.live and u not in inside and u not in ends and n not in ends and not _asks_size(u):
                     what = "probabilities" if n is site.anchor.node or n not in self.spine else "scores"
                     used = "returned or used elsewhere" if u.op == "output" else f"also used by {op_name(u) or u.name}"
                     raise Reject(f"the {what} are {used}", n if u.op == "output" else u)
@@ -440,3 +440,8 @@ class Analysis:
 def _rescale(e: Expr, product: fx.Node, scale: float) -> Expr:
     hits = [x for x in e.walk() if isinstance(x, Elem) and x.node is product]
     return substitute(e, {h: call("mul", h, Const(scale)) for h in hits})
+
+
+def _asks_size(node: fx.Node) -> bool:
+    """Run-time sizes may be read off any tensor that has them; its values are not used."""
+    return op_name(node) in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")

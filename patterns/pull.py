@@ -284,6 +284,8 @@ class Puller(Arithmetic):
         return self.prover.where(cond, a, b)
 
     def _narrow(self, e: Expr, dt: torch.dtype) -> Expr:
+        if isinstance(e, Elem) and isinstance(value_of(e.node), torch.SymFloat) and dt.itemsize < 4 and dt is not torch.bfloat16:
+            raise Unsupported(f"a run-time number in {dt}, where it may become infinite")
         return Const(rounded(float(e.value), dt)) if isinstance(e, Const) and e.kind == FLOAT else e
 
     def _op__to_copy(self, node: fx.Node, index: Index) -> Expr:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor.expr import BOOL, FLOAT, INT, Expr
 
@@ -94,8 +96,18 @@ def size(d: object) -> sympy.Expr:
     if isinstance(d, fx.Node):
         d = value_of(d)
     if isinstance(d, torch.SymInt):
-        return d.node.expr
+        return _divided(d.node.expr)
     return sympy.Integer(d)
+
+
+@lru_cache(maxsize=4096)
+def _divided(e: sympy.Expr) -> sympy.Expr:
+    """``e`` with divisions carried out that leave no rest: equal sizes share a symbol, and a reshape may yield (s * s) // s."""
+    for atom in e.atoms(FloorDiv):
+        exact = quotient(sympy.expand(atom.args[0]), atom.args[1])
+        if exact is not None:
+            e = e.subs(atom, exact)
+    return e
 
 
 def shape(node: fx.Node) -> list[sympy.Expr]:
