@@ -163,6 +163,8 @@ def is_inplace(n: fx.Node) -> bool:
             return True
     if aliasing.side_writes(n):
         return True
+    if getattr(n.target, "__module__", "") == "_operator":
+        return False  # and_, or_ and not_ are named so for Python's sake
     name = getattr(n.target, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (
         name in _INPLACE_POSITIONAL and any(a is True for a in n.args[1:])

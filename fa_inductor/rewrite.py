@@ -306,9 +306,10 @@ def _restride(em: Emitter, out: fx.Node, want: torch.Tensor) -> fx.Node:
     """A copy of ``out`` in the memory order of ``want``: code behind the site may rely on it, as ``view`` does."""
     hints = [int(_hint(s)) for s in want.stride()]
     order = sorted(range(want.dim()), key=lambda d: (-hints[d], -int(_hint(want.shape[d]))))
-    out = em.call(torch.permute, out, order)
+    swapped = order != list(range(want.dim()))
+    out = em.call(torch.permute, out, order) if swapped else out
     out = em.call(torch.Tensor.contiguous, out)
-    out = em.call(torch.permute, out, [order.index(d) for d in range(want.dim())])
+    out = em.call(torch.permute, out, [order.index(d) for d in range(want.dim())]) if swapped else out
     if not _same_strides(out.meta["example_value"], want):
         raise RewriteError(f"the output's strides {tuple(want.stride())} cannot be reproduced")
     return out
