@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from fa_inductor.aten_view import is_inplace
 from tests.compiling import agree, fuse, normal
 from tests.patterns.forms import INF
 
@@ -186,3 +187,16 @@ def test_cache_written_in_place(how: str) -> None:
             torch.testing.assert_close(ours.v, theirs.v, rtol=0, atol=0)
     assert backend.fused == backend.report.graphs
     assert not backend.reasons
+
+
+def test_logic_operators_write_nothing() -> None:
+    """``operator.and_`` and ``or_`` end in an underscore for Python's sake; masks made of masks are not overwritten."""
+
+    def fn(q, k, v, keep):
+        out = attention(q, k, v)
+        keep = (keep & (torch.arange(N) < 9)) | (torch.arange(N) < 2)
+        return scores(out, k).masked_fill(~keep, -INF).softmax(-1) @ v
+
+    agree(fn, *qkv(), torch.ones(M, N, dtype=torch.bool).tril(2), fused=2)
+    graph = fx.symbolic_trace(lambda a, b: (a & b) | a).graph
+    assert not any(is_inplace(n) for n in graph.nodes)

@@ -114,4 +114,4 @@ def gradient_inside(q, k, v):
 
 @lookalike(TRANSFORM)
 def jvp_inside(q, k, v):
-    return torch.func.jvp(lambda q: ((q @ k.mT).softmax(-1) @ v), (q,), (q,))[1]
+    return torch.func.jvp(lambda q: (q @ k.mT).softmax(-1) @ v, (q,), (q,))[1]
