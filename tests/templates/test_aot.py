@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 CAUSAL = "attention(score=where(q_idx >= kv_idx, score * 0.088, -inf))"
 
 #: Bytes of stack of default configurations that spill and are the fastest measured all the same (templates/configs.py).
-MEASURED_SPILLS = {("dkdv", 90, 128): 64, ("dkdv", 90, 256): 256}
+MEASURED_SPILLS = {("dkdv", 90, 128): 64, ("dkdv", 90, 256): 256, ("dq", 90, 256): 128}
 
 
 def render(program: str, problem: Problem, which: str, config: TileConfig, slots: tuple[int, ...] = ()) -> KernelSource:
