@@ -16,7 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers inherit the environment of the controller, so all share one directory that no earlier run has filled.
     if not hasattr(config, "workerinput"):
         config.stash[_CACHE] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fa_inductor_tests_")
-    for variable in [v for v in os.environ if v == "FA_INDUCTOR" or v.startswith("FA_INDUCTOR_")]:
+    ours = [v for v in os.environ if v == "FA_INDUCTOR" or v.startswith("FA_INDUCTOR_")]
+    for variable in [v for v in ours if not v.startswith("FA_INDUCTOR_FUZZ_")]:
         del os.environ[variable]
     # Each worker is one process for one core: no thread pools beside it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -160,8 +160,8 @@ def generate(choose: Chooser) -> Example:
     grads = pick([True, True, False])
     writer = Writer(choose, example, _shapes(choose), grads)
     grammar.attention(writer)
-    example.dynamic = pick([False] * 14 + [True])
-    example.full = pick([False, False, False, False, True])
+    example.dynamic = pick([False] * 19 + [True])
+    example.full = pick([False] * 7 + [True])
     if 1 in (writer.shapes.m, writer.shapes.n, writer.shapes.d, writer.shapes.dv):
         example.refuse("sizes of 1 make products that are none")
     return example
@@ -169,11 +169,11 @@ def generate(choose: Chooser) -> Example:
 
 def _shapes(choose: Chooser) -> Shapes:
     pick = choose.pick
-    lengths = [5, 1, 2, 3, 4, 8, 13]
+    lengths = [5, 2, 3, 4, 6, 7, 8, 9, 13, 1]
     m = pick(lengths)
     n = pick([m, m, *lengths])
-    d = pick([4, 1, 2, 3, 7, 8, 16, 33, m])
-    dv = pick([d, d, 1, 3, 8, n])
+    d = pick([4, 2, 3, 5, 7, 8, 16, 33, m, 1])
+    dv = pick([d, d, d, 3, 8, n, 16, 1])
     batch, heads = pick([2, 1, 3]), pick([2, 1, 4])
     rank = pick([4, 4, 4, 3, 5])
     group = pick([1, 1, 1, 2, 4]) if rank == 4 else 1

@@ -194,7 +194,7 @@ def _softmax(w: Writer) -> None:
         ("op", lambda: w.line("p = F.softmax(s, dim=s.dim() - 1)")),
         ("dtype", lambda: w.line("p = F.softmax(s, dim=-1, dtype=WIDE)")),
         ("exp", lambda: _by_hand(w)),
-        ("logsumexp", lambda: w.line("p = torch.exp(s - torch.logsumexp(s, dim=-1, keepdim=True))")),
+        ("logsumexp", lambda: _log_sum(w)),
         ("log_softmax", lambda: w.line("p = F.log_softmax(s, dim=-1).exp()")),
         ("deferred", lambda: _deferred(w)),
         ("sink", lambda: _sink(w)),
@@ -218,11 +218,24 @@ def _near_miss(w: Writer, line: str, why: str) -> None:
     w.example.refuse(why)
 
 
+def _log_sum(w: Writer) -> None:
+    w.line("p = torch.exp(s - torch.logsumexp(s, dim=-1, keepdim=True))")
+    _unshifted(w)
+
+
+def _unshifted(w: Writer) -> None:
+    """exp of scores whose maximum was not taken off is only a softmax where no row is filled as a whole."""
+    if any(word in line for line in w.example.lines for word in ("fill", "where", "mask", "bias", "full", "1e4")):
+        w.example.refuse("exp may vanish")
+
+
 def _by_hand(w: Writer) -> None:
     shift = w.pick(
         ["s.amax(dim=-1, keepdim=True)", "s.max(dim=-1, keepdim=True).values", "s.detach().amax(-1, keepdim=True)", ""]
     )
     w.line(f"e = torch.exp(s - {shift})" if shift else "e = torch.exp(s)")
+    if not shift:
+        _unshifted(w)
     w.line(
         w.pick(
             ["p = e / e.sum(dim=-1, keepdim=True)", "p = e / e.sum(-1).unsqueeze(-1)", "p = e / torch.sum(e, -1, True)"]

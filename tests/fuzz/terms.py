@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from tests.fuzz.generate import FILLS, Writer
 
 
@@ -38,9 +40,14 @@ def _add(w: Writer, term: str, shape: Sequence[int] | None = None) -> None:
     )
 
 
+def _fill(w: Writer) -> str:
+    """A fill that the dtype can hold: torch refuses -1e9 in float16."""
+    return w.pick([f for f in FILLS if not (f == "-1e9" and w.example.dtype is torch.float16)])
+
+
 def _exclude(w: Writer, drop: str, keep: str | None = None) -> None:
     """Scores replaced by a fill where ``drop`` holds."""
-    fill = w.pick(FILLS)
+    fill = _fill(w)
     keep = keep or f"~({drop})"
     kinds = [
         f"s = s.masked_fill({drop}, {fill})",
@@ -104,13 +111,13 @@ def causal(w: Writer) -> None:
         q, key = _positions(w)
         _exclude(w, w.pick([f"{key} > {q}", f"{q} < {key}", f"({q} - {key}) < 0", f"torch.lt({q}, {key})"]))
     elif kind == "float triu":
-        fill = w.pick(FILLS[:5])
+        fill = _fill(w)
         _add(w, f"torch.full(({m}, {n}), {fill}, dtype=s.dtype).triu({k + 1})")
     elif kind == "gpt2":
         w.line(f"causal = torch.ones({m}, {n}, dtype=s.dtype).tril({k})")
         w.line("s = s * causal - 1e4 * (1 - causal)")
     elif kind == "slice":
-        big = m + n + 2
+        big = 2 * (m + n)
         w.line(
             f"causal = torch.ones({big}, {big}, dtype=torch.bool).tril()[{n} : {n + m}, {n - w.pick([0, 1])} :][:, :{n}]"
         )

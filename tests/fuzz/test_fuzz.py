@@ -14,13 +14,13 @@ import torch
 from hypothesis import HealthCheck, strategies as st
 
 from tests.fuzz.generate import Example, generate, make_inputs
-from tests.fuzz.oracle import check
+from tests.fuzz.oracle import call, check, copy_args
 
 SHARDS = 16
 EXAMPLES = int(os.environ.get("FA_INDUCTOR_FUZZ_EXAMPLES", "2000"))
 SEED = int(os.environ.get("FA_INDUCTOR_FUZZ_SEED", "0"))
 #: Share of the examples without a near miss in them that must have fused, so that the fuzzer cannot degenerate unseen.
-HEALTHY = 0.75
+HEALTHY = 0.85
 
 
 class _Draws:
@@ -31,6 +31,15 @@ class _Draws:
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
     return generate(_Draws(draw))
+
+
+def valid(example: Example) -> bool:
+    """Whether eager runs it: in-place writes may meet what autograd has saved."""
+    try:
+        call(example.function(), copy_args(make_inputs(example, 0)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def run(example: Example, seed: int = 0) -> int:
@@ -65,10 +74,12 @@ def test_random_attention(shard: int) -> None:
     )
     @hypothesis.given(examples())
     def body(example: Example) -> None:
+        hypothesis.assume(valid(example))
         hypothesis.note(example.repro(0))
         fused = run(example)
         counts["must" if example.must_match else "may"] += 1
         counts["must fused" if example.must_match else "may fused"] += bool(fused)
 
     body()
-    assert counts["must fused"] >= HEALTHY * counts["must"] > 0, dict(counts)
+    assert counts["must fused"] >= HEALTHY * counts["must"] - 2, dict(counts)  # a short run may meet two of the rest
+    assert counts["must"] > 0, dict(counts)
