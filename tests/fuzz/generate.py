@@ -141,9 +141,7 @@ class Writer:
     def flag(self, one_in: int) -> bool:
         return self.pick([False] * (one_in - 1) + [True])
 
-    def input(
-        self, stem: str, shape: Sequence[int], fill: str = "normal", dtype: str = "DT", low: int = 0, high: int = 2
-    ) -> str:
+    def input(self, stem: str, shape: Sequence[int], fill: str = "normal", dtype: str = "DT", low: int = 0, high: int = 2) -> str:
         self.count += 1
         name = f"{stem}{self.count}"
         trainable = fill in ("normal", "positive") and self.grads and self.pick([True, True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.generate import Writer
+from tests.fuzz.generate import Shapes, Writer
 from tests.fuzz.terms import score_terms
 
 
@@ -110,9 +110,7 @@ def _groups(w: Writer) -> None:
             w.line(f"{t} = {t}.repeat_interleave({s.group}, dim=1)")
     elif kind == "expand":
         for t, d in (("k", s.d), ("v", s.dv)):
-            w.line(
-                f"{t} = {t}[:, :, None].expand({b}, {kv}, {s.group}, {s.n}, {d}).reshape({b}, {s.lead[1]}, {s.n}, {d})"
-            )
+            w.line(f"{t} = {t}[:, :, None].expand({b}, {kv}, {s.group}, {s.n}, {d}).reshape({b}, {s.lead[1]}, {s.n}, {d})")
     elif kind == "grouped":
         w.line(f"q = q.reshape({b}, {kv}, {s.group}, {s.m}, {s.d})")
         w.line("k, v = k.unsqueeze(2), v.unsqueeze(2)")
@@ -154,10 +152,15 @@ def _product(w: Writer) -> None:
         kinds += [
             f"torch.einsum('{letters}md,{letters}nd->{letters}mn', q, k)",
             f"torch.bmm(q.{rows}, k.reshape(-1, {s.n}, {s.d}).transpose(1, 2)).view({_text(s.scores)})",
-            f"torch.baddbmm(torch.zeros(1, 1, 1, dtype=DT), q.{rows}, k.reshape(-1, {s.n}, {s.d}).transpose(1, 2), beta=0, alpha=0.7)"
-            f".view({_text(s.scores)})",
+            _baddbmm(s, rows),
         ]
     w.line(f"s = {w.pick(kinds)}")
+
+
+def _baddbmm(s: Shapes, rows: str) -> str:
+    keys = f"k.reshape(-1, {s.n}, {s.d}).transpose(1, 2)"
+    product = f"torch.baddbmm(torch.zeros(1, 1, 1, dtype=DT), q.{rows}, {keys}, beta=0, alpha=0.7)"
+    return f"{product}.view({_text(s.scores)})"
 
 
 def _text(shape: tuple[int, ...]) -> str:
@@ -230,17 +233,11 @@ def _unshifted(w: Writer) -> None:
 
 
 def _by_hand(w: Writer) -> None:
-    shift = w.pick(
-        ["s.amax(dim=-1, keepdim=True)", "s.max(dim=-1, keepdim=True).values", "s.detach().amax(-1, keepdim=True)", ""]
-    )
+    shift = w.pick(["s.amax(dim=-1, keepdim=True)", "s.max(dim=-1, keepdim=True).values", "s.detach().amax(-1, keepdim=True)", ""])
     w.line(f"e = torch.exp(s - {shift})" if shift else "e = torch.exp(s)")
     if not shift:
         _unshifted(w)
-    w.line(
-        w.pick(
-            ["p = e / e.sum(dim=-1, keepdim=True)", "p = e / e.sum(-1).unsqueeze(-1)", "p = e / torch.sum(e, -1, True)"]
-        )
-    )
+    w.line(w.pick(["p = e / e.sum(dim=-1, keepdim=True)", "p = e / e.sum(-1).unsqueeze(-1)", "p = e / torch.sum(e, -1, True)"]))
 
 
 def _deferred(w: Writer) -> None:
@@ -263,9 +260,7 @@ def _values(w: Writer) -> None:
     s = w.shapes
     kinds = ["p @ v", "torch.matmul(p, v)", "torch.einsum('...mn,...nd->...md', p, v)", "(v.mT @ p.mT).mT"]
     if len(s.lead) == len(s.kv_lead):
-        kinds += [
-            f"torch.bmm(p.reshape(-1, {s.m}, {s.n}), v.reshape(-1, {s.n}, {s.dv})).view({_text((*s.lead, s.m, s.dv))})"
-        ]
+        kinds += [f"torch.bmm(p.reshape(-1, {s.m}, {s.n}), v.reshape(-1, {s.n}, {s.dv})).view({_text((*s.lead, s.m, s.dv))})"]
         if s.m == s.n:
             kinds += ["p.mT @ v"]
     kind = w.pick([*kinds, *kinds[:5]])
@@ -299,9 +294,7 @@ def _consume(w: Writer) -> None:
         w.example.refuse("the scores or probabilities are used elsewhere")
     if kind.startswith("k.mul_"):
         w.example.refuse("the keys are overwritten")
-        if w.grads:
-            kind = "return o"
-        elif any(i.grad for i in w.example.inputs) or not any("k = " in x for x in w.example.lines):
+        if w.grads or any(i.grad for i in w.example.inputs) or not any("k = " in x for x in w.example.lines):
             kind = "return o"
     for part in kind.split("; "):
         w.line(part)

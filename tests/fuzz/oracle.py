@@ -143,9 +143,7 @@ def _gap(what: str, got: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtyp
     budget = 2.0 * float((e - x).abs().max()) + BANDS.get(dtype, 2e-5) * scale
     error = float((g - x).abs().max())
     if not error <= budget:
-        raise WrongValue(
-            f"{what}: error {error:.3e} against float64, budget {budget:.3e}, eager {float((e - x).abs().max()):.3e}"
-        )
+        raise WrongValue(f"{what}: error {error:.3e} against float64, budget {budget:.3e}, eager {float((e - x).abs().max()):.3e}")
 
 
 def compare(got: Outcome, eager: Outcome, exact: Outcome, dtype: torch.dtype) -> None:

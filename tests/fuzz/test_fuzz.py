@@ -11,7 +11,8 @@ from collections import Counter
 import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, strategies as st
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
 
 from tests.fuzz.generate import Example, generate, make_inputs
 from tests.fuzz.oracle import call, check, copy_args

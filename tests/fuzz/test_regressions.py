@@ -87,12 +87,8 @@ INTEGERS = {
     "int8 cast": Case(dropping(_int8_cast)),
     "int32 product": Case(dropping(_int32_product)),
     "int8 cumsum": Case(dropping(_int8_cumsum)),
-    "captured uint8 difference": Case(
-        dropping(lambda p: (p[:, None] - p[None]) > 2), lambda: [torch.arange(6, dtype=torch.uint8)]
-    ),
-    "captured int8 sum": Case(
-        dropping(lambda p: (p[:, None] + p[None]) > 0), lambda: [torch.arange(6, dtype=torch.int8) * 20]
-    ),
+    "captured uint8 difference": Case(dropping(lambda p: (p[:, None] - p[None]) > 2), lambda: [torch.arange(6, dtype=torch.uint8)]),
+    "captured int8 sum": Case(dropping(lambda p: (p[:, None] + p[None]) > 0), lambda: [torch.arange(6, dtype=torch.int8) * 20]),
     "captured uint8 negation": Case(
         changed(lambda s, m: s + (-m) * 0.01), lambda: [torch.arange(36, dtype=torch.uint8).view(6, 6)]
     ),
