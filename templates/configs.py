@@ -157,12 +157,13 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     """The configurations to try for one kernel (``which`` of :data:`PASSES`), best first."""
     dim, kind = max(64, use.qk_pad, use.v_pad), "dq" if which == "rows" else which
     key = (use.arch, use.element, dim, kind)
+    short = (*key, use.masked)
     if use.element == 4:
         found = _FLOAT32[dim, kind]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
-    elif use.keys is not None and use.keys <= SHORT and (*key, use.masked) in _SHORT:
-        found = _SHORT[(*key, use.masked)]
+    elif use.keys is not None and use.keys <= SHORT and short in _SHORT:
+        found = _SHORT[short]
     else:
         found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":

@@ -85,9 +85,10 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
         printer.lines += scan.lines(problem, keys, length, block, printer.functions)
     partial = KvBounds(found.lower, found.upper).block_full(_FIRST, _END, free)
     if partial is None:
-        loops = (Loop("tile_lo", "tile_hi", True),)
-        return Plan(tuple(printer.lines), loops, score, frozenset(printer.functions))
+        return Plan(tuple(printer.lines), (Loop("tile_lo", "tile_hi", True),), score, frozenset(printer.functions))
     full_low, full_high = partial
+    assert full_low is not None
+    assert full_high is not None
     head: tuple[Loop, ...] = ()
     if full_low == Const(0):
         printer.lines.append("full_lo = tile_lo")
