@@ -196,7 +196,25 @@ class _Leaves(TorchFunctionMode):
         data = getattr(getattr(func, "__self__", None), "__name__", "") == "data" and func.__name__ == "__get__"
         if data or func in (torch.detach, torch.Tensor.detach):
             return DETACH(args[0])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _MAY_RETURN_ALIAS and _is_alias_of(result, args[0]):
+            return aten.slice.Tensor(args[0], 0)
+        return result
+
+
+#: Views that torch spells ``alias`` where nothing changes, as ``x[:, 0:]`` does; the view says ``slice`` there.
+_MAY_RETURN_ALIAS = {
+    torch.Tensor.__getitem__, torch.movedim, torch.moveaxis, torch.Tensor.movedim, torch.Tensor.moveaxis,
+}  # fmt: skip
+
+
+def _is_alias_of(result: Any, x: torch.Tensor) -> bool:
+    """Whether ``result`` is all of ``x`` and was recorded as an ``alias`` node."""
+    if not isinstance(result, FunctionalTensor) or x.dim() == 0 or result.shape != x.shape:
+        return False
+    proxy_mode = get_proxy_mode()
+    slot = get_proxy_slot(_plain(result), proxy_mode.tracer, None) if proxy_mode is not None else None
+    return slot is not None and slot.proxy.node.target is DETACH
 
 
 def _call_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]

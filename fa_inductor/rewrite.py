@@ -258,7 +258,16 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     out = em.call(operator.getitem, op, 0)
     if out.meta["example_value"].requires_grad and _written_later(em.view, match.place.path, em.anchor):
         out = em.call(torch.clone, out)  # the backward reads the op's own output, which must not be written
+    if match.finite_rows:
+        out = _finite_rows(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _finite_rows(em: Emitter, match: AttentionMatch, op: fx.Node, out: fx.Node) -> fx.Node:
+    lse = em.call(torch.Tensor.detach, em.call(operator.getitem, op, 1))
+    finite = em.call(torch.unsqueeze, em.call(torch.isfinite, lse), -1)
+    zero = em.call(torch.ops.aten.scalar_tensor.default, 0.0, dtype=match.dtype, device=em.device)
+    return em.call(torch.where, finite, out, zero)
 
 
 def _written_later(view: AtenView, path: Path, node: fx.Node) -> bool:

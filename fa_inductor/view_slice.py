@@ -20,15 +20,15 @@ from fa_inductor.aliasing import storages, written
 
 SOFTMAXES = {
     F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax,
-    torch.exp, torch.exp_, torch.logsumexp,
-    "softmax", "log_softmax", "exp", "exp_", "logsumexp",
+    torch.exp, torch.exp_, torch.exp2, torch.special.exp2, torch.logsumexp,
+    "softmax", "log_softmax", "exp", "exp_", "exp2", "logsumexp",
     torch.ops.aten._softmax.default, torch.ops.aten.softmax.int, torch.ops.aten.exp.default, torch.ops.aten._safe_softmax.default,
 }  # fmt: skip
 COMPOSITES = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 MATMULS = {
-    torch.matmul, operator.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.functional.einsum, torch.einsum,
-    "matmul", "__matmul__", "bmm", "mm", "baddbmm", "__rmatmul__", torch.Tensor.matmul, torch.linalg.matmul, torch.tensordot,
-    torch.ops.aten.bmm.default, torch.ops.aten.matmul.default, torch.ops.aten.mm.default,
+    torch.matmul, operator.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.functional.einsum, torch.einsum,
+    "matmul", "__matmul__", "bmm", "mm", "baddbmm", "addmm", "__rmatmul__", torch.Tensor.matmul, torch.linalg.matmul,
+    torch.tensordot, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default, torch.ops.aten.mm.default,
 }  # fmt: skip
 #: Functions whose inside holds nothing that a match needs and that cost much to trace.
 HEAVY = {
@@ -218,7 +218,7 @@ class _Slicer:
             self.need.add(n)
             if n.target in MATMULS or n.target in COMPOSITES:
                 self.operands(n.all_input_nodes)
-                if "baddbmm" in name_of(n) or n.target in COMPOSITES:
+                if name_of(n) in ("baddbmm", "addmm") or n.target in COMPOSITES:
                     todo.extend(n.all_input_nodes[:1] if n.target not in COMPOSITES else _mask_inputs(n))
             else:
                 todo.extend(n.all_input_nodes)

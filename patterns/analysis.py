@@ -15,10 +15,10 @@ import sympy
 from torch import fx
 
 from fa_inductor.aten_view import DETACH, AtenView
-from fa_inductor.expr import Call, Const, Expr, call, substitute
-from fa_inductor.patterns.anchor import fresh_index, is_rearrangement, total_index
+from fa_inductor.expr import BOOL, Call, Const, Expr, call, substitute
+from fa_inductor.patterns.anchor import ADDING, fresh_index, is_rearrangement, total_index
 from fa_inductor.patterns.captures import SideOperands
-from fa_inductor.patterns.guards import Guard, is_zero, row_index, tests_dead_row
+from fa_inductor.patterns.guards import Guard, is_zero, masked_again, replaces_nan, row_index, tests_dead_row, tests_nan
 from fa_inductor.patterns.index_map import broadcast
 from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_of_index, split_points
 from fa_inductor.patterns.prover import Prover
@@ -51,9 +51,11 @@ class Analysis:
         self.view, self.site, self.qk, self.live, self.others = view, site, qk, live, others
         self.place = site.place
         self.extents: Extents = {}
-        self.spine = between(qk, site.anchor.logits)
+        self.spine = between(qk, site.anchor.logits).union(*(between(qk, x) for x in site.anchor.also))
         self.region: set[fx.Node] = set()
         self.guards: list[Guard] = []
+        self.remasked: list[Guard] = []
+        self.finite_rows = False
 
     # -- axes
     def _axis(self, name: str, extent: sympy.Expr) -> sympy.Expr:
@@ -112,7 +114,7 @@ class Analysis:
 
     def _operands(self, product: fx.Node, at: Index, contraction: sympy.Expr) -> Rows:
         """The two operands of a matmul at output element ``at``."""
-        a, b = (product.args[1:3]) if op_name(product) == "baddbmm" else product.args[:2]
+        a, b = product.args[1:3] if product.target in ADDING else product.args[:2]
         assert isinstance(a, fx.Node)
         assert isinstance(b, fx.Node)
         batch, (row, col) = at[:-2], at[-2:]
@@ -121,9 +123,9 @@ class Analysis:
     def _weights_operand(self, pv_index: Index) -> tuple[Expr, tuple[fx.Node, Index]]:
         """(expression of the softmax weight in the product with V, the other operand)."""
         site, pv = self.site, self.site.pv
-        if op_name(pv) == "baddbmm" and (pv.kwargs.get("beta", 1) != 0 or pv.kwargs.get("alpha", 1) != 1):
+        if pv.target in ADDING and (pv.kwargs.get("beta", 1) != 0 or pv.kwargs.get("alpha", 1) != 1):
             raise Reject("the product with V adds another tensor", pv)
-        first = pv.args[1 if op_name(pv) == "baddbmm" else 0]
+        first = pv.args[1 if pv.target in ADDING else 0]
         assert isinstance(first, fx.Node)
         n = self._axis("n", shape(first)[-1])
         self.key = n
@@ -146,16 +148,31 @@ class Analysis:
         def stop(node: fx.Node, index: Index) -> Expr | None:
             if node is self.site.anchor.node:
                 return Elem(node, index)
+            if node in below and replaces_nan(node):
+                inner = puller.operand(node.args[0], index)
+                return self._nan_is_zero(inner)
             if node not in below or op_name(node) != "where" or not isinstance(node.args[0], fx.Node):
                 return None
             a, b = (puller.operand(x, index) for x in node.args[1:3])
             guard = Guard(node.args[0], broadcast(index, shape(node.args[0])), is_zero(a))
-            if is_zero(a) == is_zero(b) or not row_index(guard, self.key) or node.args[0] in below:
+            if is_zero(a) == is_zero(b):
                 return None
-            self.guards.append(guard)
-            return b if guard.zero_when else a
+            weight = b if guard.zero_when else a
+            if node.args[0] in below:
+                test = puller.element(guard.cond, guard.index)
+                tested = tests_nan(test if guard.zero_when else puller.prover.not_(test), weight)
+                return self._nan_is_zero(weight) if tested else None
+            (self.guards if row_index(guard, self.key) else self.remasked).append(guard)
+            return weight
 
         return stop
+
+    def _nan_is_zero(self, weight: Expr) -> Expr | None:
+        """The weight itself, with the rule for rows without keys; None where it is no plain weight."""
+        if not (isinstance(weight, Elem) and weight.node is self.site.anchor.node):
+            return None
+        self.finite_rows = True
+        return weight
 
     def _probabilities(self, e: Expr) -> tuple[float, Index]:
         """(dropout probability, index into the softmax) of the weight; anything else after the softmax is refused."""
@@ -197,18 +214,35 @@ class Analysis:
         puller = Puller(prover, self._spine_stop(prover))
         self._puller = puller
         main = self._strip(puller.element(anchor.logits, at))
+        for again in self.remasked:
+            main = (self._masked_again(main[0], again), main[1])
         sinks = []
         for t in (*range(int(offset)), *range(int(offset), int(extra))):
             position = sympy.Integer(t) if t < offset else sympy.expand(keys + t)
             where = (*at[: anchor.dim], position, *at[anchor.dim + 1 :])
             sinks.append(self._strip(puller.element(anchor.logits, where)))
+        if anchor.sink is not None and anchor.sink.node is None:
+            sinks.append((Const(math.log(anchor.sink.value, anchor.base)), frozenset()))
+        elif anchor.sink is not None:
+            sinks.append(self._strip(puller.element(anchor.sink.node, anchor.sink.position(at))))
         shifts = {self._shift(x) for x in (main, *sinks)}
         if len(shifts) > 1:
             raise Reject("the logits are shifted by different amounts within a row", anchor.logits)
         self.region |= {v for v in puller.visited if v in self.spine} | {self.qk}
         site = self.site
         site.stable = anchor.stable or any(self._is_own_maximum(x, main[0], at) for x in main[1])
-        return main[0], [s[0] for s in sinks]
+        if anchor.sink is not None:
+            site.sinks_survive = all(_finite_without_keys(x) for x in main[1])
+        logits = [x[0] if anchor.base == math.e else call("mul", x[0], Const(math.log(anchor.base))) for x in (main, *sinks)]
+        return logits[0], logits[1:]
+
+    def _masked_again(self, logit: Expr, guard: Guard) -> Expr:
+        cond = self._puller.convert(self._puller.element(guard.cond, guard.index), BOOL)
+        both = (cond, self._puller.prover.not_(cond))
+        found = masked_again(logit, *(both if guard.zero_when else both[::-1]), self.qk)
+        if found is None:
+            raise Reject("the probabilities are masked after the softmax, otherwise than the scores before it", guard.cond)
+        return found
 
     def _is_own_maximum(self, shift: Expr, logit: Expr, at: Index) -> bool:
         """Whether a shift takes off the maximum of the row's own logits."""
@@ -232,7 +266,7 @@ class Analysis:
 
     def _check_total(self, at: Index) -> None:
         anchor = self.site.anchor
-        expected = total_index(anchor.total, anchor.node, at, anchor.dim)  # type: ignore[arg-type]
+        expected = total_index(anchor.total, (anchor.node,), at, anchor.dim)  # type: ignore[arg-type]
         if expected is None or not isinstance(self._deferred, Elem) or self._deferred.index != expected:
             raise Reject("the deferred division uses the sum of another row", anchor.total)
 
@@ -245,23 +279,37 @@ class Analysis:
                 raise Reject("rows of the softmax are not a plain product of the output's axes", self.site.anchor.node)
 
     def _strip(self, e: Expr) -> tuple[Expr, frozenset]:
-        """(logit without row-wise shifts, the shifts): softmax does not change when a row is shifted as a whole."""
+        """(logit without row-wise shifts, the shifts): softmax does not change when a row is shifted as a whole.
+
+        A sink may be the shift alone, with a logit of 0.
+        """
         shifts: list[Expr] = []
 
         def go(x: Expr) -> Expr:
             if isinstance(x, Call) and x.fn in ("add", "sub"):
                 a, b = x.args
-                if isinstance(b, RowValue):
+                if self._is_row_value(b):
                     shifts.append(call("neg", b) if x.fn == "sub" else b)
                     return go(a)
-                if x.fn == "add" and isinstance(a, RowValue):
+                if x.fn == "add" and self._is_row_value(a):
                     shifts.append(a)
                     return go(b)
                 return call(x.fn, go(a), b) if not isinstance(b, Call) or x.fn == "sub" else call(x.fn, go(a), go(b))
             return x
 
+        if self._is_row_value(e) and not any(isinstance(x, Elem) for x in e.walk()):
+            return Const(0.0), frozenset([e])
         out = go(e)
         return out, frozenset(shifts)
+
+    def _is_row_value(self, e: Expr) -> bool:
+        """Made of reductions of the row, and of what is the same for every key."""
+        leaves = [x for x in e.walk() if not isinstance(x, Call)]
+        free = (isinstance(x, (RowValue, Const)) or (isinstance(x, Elem) and not self._varies_with_key(x)) for x in leaves)
+        return any(isinstance(x, RowValue) for x in leaves) and all(free)
+
+    def _varies_with_key(self, e: Elem) -> bool:
+        return e.node is self.qk or (self.key != 0 and any(i.has(self.key) for i in e.index))
 
     @staticmethod
     def _shift(stripped: tuple[Expr, frozenset]) -> frozenset:
@@ -310,11 +358,11 @@ class Analysis:
                 raise Reject("the scores are shifted by their mean, which is not finite where a key is masked", node)
 
     def _product_term(self, node: fx.Node, index: Index, side: SideOperands) -> Expr:
-        if op_name(node) != "baddbmm":
+        if node.target not in ADDING:
             return Elem(node, index)
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         if not all(isinstance(x, (int, float)) for x in (beta, alpha)):
-            raise Reject("baddbmm with a run-time alpha or beta", node)
+            raise Reject(f"{op_name(node)} with a run-time alpha or beta", node)
         e: Expr = call("mul", Elem(node, index), Const(float(alpha)))  # type: ignore[arg-type]
         added = node.args[0]
         assert isinstance(added, fx.Node)
@@ -333,7 +381,7 @@ class Analysis:
         if len(hits) != 1:
             raise Reject("a logit depends on more than one entry of the product", self.qk)
         at = next(iter(hits)).index
-        features = self.qk.args[1 if op_name(self.qk) == "baddbmm" else 0]
+        features = self.qk.args[1 if self.qk.target in ADDING else 0]
         assert isinstance(features, fx.Node)
         e = self._axis("e", shape(features)[-1])
         self.features = e
@@ -358,8 +406,8 @@ class Analysis:
         """Nobody outside of the region may need the scores or the probabilities."""
         site = self.site
         inside = self.spine | between(site.anchor.node, site.pv) | {self.qk, site.anchor.node, site.anchor.logits}
-        if site.anchor.node is not site.pv:
-            inside |= between(site.anchor.logits, site.pv)
+        for logits in (site.anchor.logits, *site.anchor.also):
+            inside |= between(logits, site.pv)
         if site.anchor.total is not None:
             inside |= between(site.anchor.node, site.output) | {site.anchor.total, site.output}
         ends = {site.pv, site.output}
@@ -394,12 +442,12 @@ class Analysis:
         dead_rows, guards = self._row_guards(prover)
         match = build_match(self.view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, self.qk,
                             self._region_nodes(q, k, v), dead_rows)  # fmt: skip
-        match.guards = guards
+        match.guards, match.finite_rows = guards, self.finite_rows
         return match
 
     def _row_guards(self, prover: Prover) -> tuple[str, tuple[tuple[Operand, bool], ...]]:
         """(rule for dead rows, conditions that zero rows of the output)."""
-        dead_rows, kept = self.site.anchor.dead_rows, []
+        dead_rows, kept = "zero" if self.finite_rows or self.remasked else self.site.anchor.dead_rows, []
         for g in self.guards:
             if tests_dead_row(g, self.site.anchor):
                 dead_rows = "zero"
@@ -435,6 +483,12 @@ class Analysis:
             "key": (self.key,) if self.key != 0 else (), "qk": (self.features,) if self.features != 0 else (),
             "v": columns,
         }  # fmt: skip
+
+
+def _finite_without_keys(shift: Expr) -> bool:
+    """Whether a row's shift is a finite number where all of its logits, and so their maximum, are -inf."""
+    e = substitute(shift, {x: Const(-math.inf) for x in shift.walk() if isinstance(x, RowValue)})
+    return isinstance(e, Const) and math.isfinite(e.value)
 
 
 def _rescale(e: Expr, product: fx.Node, scale: float) -> Expr:

@@ -1,8 +1,10 @@
-"""Rows set to zero after the softmax: the safe-softmax guard, and rows that the user knows to be empty.
+"""Weights set to zero after the softmax: the safe-softmax guard, rows that the user knows to be empty, masked keys once more.
 
 ``where(dead, 0, softmax(s))`` with ``dead`` the same for every key of a row zeroes whole rows of the output. Where ``dead`` is
 the test "every logit is -inf" of the same logits, that is the op's own rule for dead rows; any other row condition becomes a
-``where`` on the output.
+``where`` on the output. ``nan_to_num(softmax(s))`` and ``where(isnan(p), 0, p)`` zero the rows without keys and those with a NaN
+or infinite score, which are the rows whose logsumexp is not finite. ``where(mask, 0, softmax(where(mask, -inf, s)))`` repeats the
+mask, which only shows in a row that is masked as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from fa_inductor.expr import Call, Const, Expr
+from fa_inductor.expr import Call, Const, Expr, call
 from fa_inductor.patterns.anchor import Softmax, fresh_index
 from fa_inductor.patterns.pull import Puller, op_name
 from fa_inductor.patterns.terms import Elem, Index, shape
@@ -30,6 +32,41 @@ class Guard:
 
 def is_zero(e: Expr) -> bool:
     return isinstance(e, Const) and e.kind == "float" and e.value == 0.0
+
+
+def replaces_nan(node: fx.Node) -> bool:
+    """Whether ``nan_to_num`` turns NaN into 0; weights are at most 1, so infinities do not matter."""
+    return op_name(node) == "nan_to_num" and (node.args[1:2] or (None,))[0] in (None, 0, 0.0) and not node.kwargs.get("nan")
+
+
+def tests_nan(e: Expr, weight: Expr) -> bool:
+    """Whether the condition is ``isnan(weight)``."""
+    if isinstance(e, Call) and e.fn == "ne":
+        return e.args == (weight, weight)
+    return isinstance(e, Call) and e.fn == "isnan" and e.args[0] == weight
+
+
+#: Fills at or below this leave no weight beside any score that is not itself an overflow.
+_VANISHING = -1e30
+
+
+def masked_again(logit: Expr, cond: Expr, keep: Expr, product: fx.Node) -> Expr | None:
+    """``where(cond, -inf, live)`` where ``logit`` is ``where(cond, fill, live)`` and the fill leaves no weight; else None.
+
+    ``keep`` is the negation of ``cond``; a logit ``where(keep, live, fill)`` is the same.
+
+    ``live`` must be made of the scores and finite numbers alone: a mask captured in it could leave a row no other key.
+    """
+    if not (isinstance(logit, Call) and logit.fn == "where" and logit.args[0] in (cond, keep)):
+        return None
+    fill, live = logit.args[1:] if logit.args[0] == cond else logit.args[:0:-1]
+    leaves = [x for x in live.walk() if not isinstance(x, Call)]
+    finite = (
+        (isinstance(x, Const) and math.isfinite(float(x.value))) or (isinstance(x, Elem) and x.node is product) for x in leaves
+    )
+    if not (isinstance(fill, Const) and fill.kind == "float" and fill.value <= _VANISHING and all(finite)):
+        return None
+    return call("where", cond, Const(-math.inf), live)
 
 
 def tests_dead_row(guard: Guard, softmax: Softmax) -> bool:

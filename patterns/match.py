@@ -69,7 +69,8 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
     if pvs and not candidates:
         source = _scores_from_outside(softmax.logits)
         if source is not None and source.op == "placeholder":
-            raise Reject("the product of queries and keys is not in this graph: the scores come in as an input", softmax.node)
+            where = "what it normalises comes in as an input"
+            raise Reject(f"no product of queries and keys before this softmax in this graph: {where}", softmax.node)
         if source is not None and _computed_from_product(view.origin[source].node):
             by = view_slice.name_of(view.origin[source].node)
             raise Reject(f"{by} between the scores and the softmax is not understood", softmax.node)
@@ -82,6 +83,8 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
             raise Reject(changed.format(view_slice.name_of(view.origin[opaque].node)), opaque)
     if not candidates or not pvs:
         raise Reject("no products around this softmax", silent=True)
+    if softmax.refused:
+        raise Reject(softmax.refused, softmax.node)
     if len(pvs) > 1:
         raise Reject("the probabilities are multiplied with more than one tensor", pvs[1])
     pv = pvs[0]

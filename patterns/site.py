@@ -13,13 +13,13 @@ from torch import fx
 from fa_inductor import aten_view, view_slice
 from fa_inductor.aten_view import AtenView, DynamoValue
 from fa_inductor.bounds import Facts
-from fa_inductor.expr import SCORE
+from fa_inductor.expr import SCORE, Const
 from fa_inductor.patterns.anchor import Softmax
 from fa_inductor.patterns.finish import Finisher
 from fa_inductor.patterns.operands import Axes, Extents, Operand
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
-from fa_inductor.patterns.stability import may_vanish
+from fa_inductor.patterns.stability import may_be_dead, may_vanish
 from fa_inductor.patterns.terms import Index, tensor_of, value_of
 from fa_inductor.spec import AttentionSpec, Rejection
 
@@ -55,6 +55,8 @@ class AttentionMatch:
     sdpa: bool = False
     notes: tuple[str, ...] = ()
     guards: tuple[tuple[Operand, bool], ...] = ()
+    finite_rows: bool = False
+    """Rows whose logsumexp is not finite (no key, NaN or infinite scores) are zero."""
 
     def full_spec(self) -> AttentionSpec:
         """The spec with its dropout; the seed is captured last."""
@@ -99,6 +101,8 @@ class Site:
     place: Place
     splits: dict[int, list[sympy.Expr]] = field(default_factory=dict)
     stable: bool = True
+    sinks_survive: bool = True
+    """Whether a row without keys is left to its sinks; False where its maximum, -inf, is taken off all the same."""
 
 
 def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
@@ -193,8 +197,12 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
     extra = tuple(finisher.expression(s) for s in sinks)
     if not score.depends_on(SCORE) or any(x.depends_on(SCORE) for x in extra):
         raise Reject("the logits beside the keys depend on the scores", site.pv)
-    if not site.stable and may_vanish(score, lambda x: not place.requires_grad(finisher.captures[x.slot]), _facts(lengths)):
+    held = bool(extra) and all(isinstance(x, Const) for x in extra)  # a sink that is a number keeps the sum from vanishing
+    facts, is_mask = _facts(lengths), lambda x: not place.requires_grad(finisher.captures[x.slot])
+    if not site.stable and not held and may_vanish(score, is_mask, facts):
         raise Reject("without the row's maximum taken off, exp vanishes in a row whose keys are all masked", site.anchor.node)
+    if not site.sinks_survive and may_be_dead(score, is_mask, facts):
+        raise Reject("a row whose keys are all masked is NaN, as its maximum is taken off before the sink", site.anchor.node)
     for c in finisher.captures:
         if not place.emittable(c) and not isinstance(value_of(c), torch.SymFloat):
             raise Reject(f"captured value {c.name} cannot be had where the fused op would go", c)

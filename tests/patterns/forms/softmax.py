@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.patterns.forms.base import form, scores
+from tests.patterns.forms.base import BATCH, HEADS, INF, KEYS, ROWS, Draw, form, scores
+
+
+def _rows_without_keys(d: Draw) -> tuple[torch.Tensor, ...]:
+    return *d.qkv(), d.keep(BATCH, 1, ROWS, KEYS) & (torch.arange(ROWS)[:, None] != 3)
 
 
 @form()
@@ -52,6 +56,73 @@ def shifted_by_the_maximum(q, k, v):
 @form()
 def softmin(q, k, v):
     return F.softmin(scores(q, k), dim=-1) @ v
+
+
+@form()
+def base_two(q, k, v):
+    s = scores(q, k) * 1.4426950408889634
+    e = torch.exp2(s - s.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form()
+def exponential_written_twice(q, k, v):
+    s = scores(q, k)
+    top = s.amax(-1, keepdim=True)
+    return (torch.exp(s - top) / torch.exp(s - top).sum(-1, keepdim=True)) @ v
+
+
+@form()
+def softmax_one(q, k, v):
+    """Attention that may attend to nothing: a sink of logit 0."""
+    s = scores(q, k)
+    top = s.amax(-1, keepdim=True)
+    e = (s - top).exp()
+    return (e / (e.sum(-1, keepdim=True) + (-top).exp())) @ v
+
+
+@form(_rows_without_keys)
+def softmax_one_with_a_row_without_keys(q, k, v, keep):
+    s = scores(q, k).masked_fill(~keep, -INF)
+    top = s.amax(-1, keepdim=True).clamp(min=0)
+    e = (s - top).exp()
+    return (e / (e.sum(-1, keepdim=True) + (-top).exp())) @ v
+
+
+@form()
+def plus_one_without_maximum(q, k, v):
+    e = scores(q, k).exp()
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
+@form(lambda d: (*d.qkv(), d.normal(HEADS)))
+def sink_in_the_sum(q, k, v, sink):
+    s, sink = scores(q, k), sink[:, None, None]
+    top = torch.maximum(s.amax(-1, keepdim=True), sink)
+    e = (s - top).exp()
+    return (e / (e.sum(-1, keepdim=True) + (sink - top).exp())) @ v
+
+
+@form(_rows_without_keys)
+def nan_to_num(q, k, v, keep):
+    return scores(q, k).masked_fill(~keep, -INF).softmax(-1).nan_to_num(0.0) @ v
+
+
+@form(_rows_without_keys)
+def nan_weights_filled(q, k, v, keep):
+    p = scores(q, k).masked_fill(~keep, -INF).softmax(-1)
+    return p.masked_fill(p.isnan(), 0.0) @ v
+
+
+@form(_rows_without_keys)
+def masked_before_and_after(q, k, v, keep):
+    return scores(q, k).masked_fill(~keep, -INF).softmax(-1).masked_fill(~keep, 0.0) @ v
+
+
+@form(_rows_without_keys)
+def finite_fill_and_masked_after(q, k, v, keep):
+    s = torch.where(keep, scores(q, k), torch.finfo(torch.float32).min)
+    return torch.where(keep, s.softmax(-1), 0.0) @ v
 
 
 @form(fused=2)

@@ -57,16 +57,54 @@ def deferred_division_by_the_sum_of_others(q, k, v):
     return (e @ v) / other.sum(-1, keepdim=True)
 
 
-@lookalike("exp is not divided by the sum of its row alone")
+@lookalike("shifted by different amounts within a row")
 def divided_by_the_sum_plus_epsilon(q, k, v):
-    e = scores(q, k).exp()
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp()
     return (e / (e.sum(-1, keepdim=True) + 1e-3)) @ v
 
 
+@lookalike("shifted by different amounts within a row")
+def sink_that_is_not_shifted(q, k, v):
+    s = scores(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + q[..., :1].exp())) @ v
+
+
+@lookalike("its maximum is taken off before the sink")
+def sink_beside_rows_without_keys(q, k, v):
+    s = scores(q, k).masked_fill(k[..., None, :, 0] > -10, -torch.inf)
+    top = s.amax(-1, keepdim=True)
+    e = (s - top).exp()
+    return (e / (e.sum(-1, keepdim=True) + (-top).exp())) @ v
+
+
 @lookalike("exp is not divided by the sum of its row alone")
-def softmax_one(q, k, v):
+def divided_by_a_negative_number_more(q, k, v):
     e = scores(q, k).exp()
-    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+    return (e / (e.sum(-1, keepdim=True) - 1e-3)) @ v
+
+
+@lookalike("exp is not divided by the sum of its row alone")
+def normalised_with_a_floor(q, k, v):
+    return torch.nn.functional.normalize(scores(q, k).exp(), p=1, dim=-1, eps=20.0) @ v
+
+
+@lookalike("changed by nan_to_num")
+def nan_becomes_one(q, k, v):
+    return scores(q, k).softmax(-1).nan_to_num(1.0) @ v
+
+
+@lookalike("masked after the softmax, otherwise")
+def masked_after_softmax_by_another_mask(q, k, v):
+    s = scores(q, k).masked_fill(k[..., None, :, 0] > 0.5, -torch.inf)
+    return s.softmax(-1).masked_fill(k[..., None, :, 0] > 0.4, 0.0) @ v
+
+
+@lookalike("masked after the softmax, otherwise")
+def masked_after_a_small_fill(q, k, v):
+    hidden = k[..., None, :, 0] > 0.5
+    return scores(q, k).masked_fill(hidden, -5.0).softmax(-1).masked_fill(hidden, 0.0) @ v
 
 
 @lookalike("reduction over another axis")
@@ -144,7 +182,7 @@ def head_gate_after_softmax(q, k, v, gate):
     return (scores(q, k).softmax(-1) * gate[:, None, None]) @ v
 
 
-@lookalike("changed by where")
+@lookalike("masked after the softmax, otherwise")
 def masked_after_softmax(q, k, v):
     return scores(q, k).softmax(-1).tril() @ v
 
@@ -284,7 +322,7 @@ def gumbel_noise(q, k, v):
     return (s + noise).softmax(-1) @ v
 
 
-@lookalike("the scores come in as an input")
+@lookalike("no product of queries and keys before this softmax")
 def linear_attention(q, k, v):
     q, k = q.softmax(-1), k.softmax(-2)
     return q @ (k.mT @ v)

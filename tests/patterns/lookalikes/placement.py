@@ -42,7 +42,7 @@ def data_of_the_scores(q, k, v):
     return scores(q, k).data.softmax(-1) @ v
 
 
-@lookalike("probabilities are changed by")
+@lookalike("masked after the softmax, otherwise")
 def slice_written_into_weights(q, k, v):
     p = scores(q, k).softmax(-1) * 1.0
     p[..., 0] = 0.0
