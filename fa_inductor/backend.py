@@ -70,7 +70,7 @@ def compile_with(
         from fa_inductor import lowering
 
         lowering.register()
-    unfused = [s for s in result.sites if s.status != "fused"]
+    unfused = [s for s in result.sites if s.status != "fused" and not s.fused_already]
     if options.strict and unfused:
         raise StrictModeError(unfused)
     patches = dict(inductor_options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -98,7 +98,7 @@ class AttentionPass:
             log.warning("fa_inductor could not choose a kernel and leaves a site as it is", exc_info=True)
             choice = Choice(None, reason=f"kernel selection failed: {type(e).__name__}: {e}")
         if choice.kernel is None:
-            return _declined(view, match, choice.reason)
+            return _declined(view, match, choice.reason, choice.fused_already)
         try:
             spec = rewrite.apply(view, match, choice.kernel)
         except rewrite.RewriteError as e:
@@ -152,9 +152,11 @@ def _agreeing(view: AtenView, found: list) -> dict[tuple, bool]:
 
 def _signature(m: AttentionMatch) -> tuple:
     """What the rewrite of a match depends on, in terms of the body's own nodes."""
-    held = tuple(m.place.holder(n) for n in (m.q.node, m.k.node, m.v.node, *m.captures))
+    used = (m.q.node, m.k.node, m.v.node, *m.captures, *(g.node for g, _ in m.guards))
+    held = tuple(m.place.holder(n) for n in used)
     names = tuple((h.node, h.leaf) if h is not None else None for h in held)
-    return (m.spec.program, names, m.q.dims, m.k.dims, m.v.dims, m.output_dims, m.dropout_p, tuple(map(str, m.sizes)))
+    after = (m.finite_rows, *((g.dims, zero_when) for g, zero_when in m.guards))
+    return (m.spec.program, names, m.q.dims, m.k.dims, m.v.dims, m.output_dims, m.dropout_p, tuple(map(str, m.sizes)), after)
 
 
 # ------------------------------------------------------------------------------------------------------------ reports
@@ -179,8 +181,8 @@ def _report(
     )
 
 
-def _declined(view: AtenView, match: AttentionMatch, reason: str) -> SiteReport:
-    return _report(view, match, "declined", reason=reason)
+def _declined(view: AtenView, match: AttentionMatch, reason: str, fused_already: bool = False) -> SiteReport:
+    return replace(_report(view, match, "declined", reason=reason), fused_already=fused_already)
 
 
 def _rejected(r: Rejection) -> SiteReport:

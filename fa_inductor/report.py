@@ -44,6 +44,7 @@ class SiteReport:
     the graph node of the softmax (or of the site's last node), `source` the user's line as ``file:line: code``.
     `form` is for people ("causal, GQA 4:2, softcap"), `program` is the exact text the op carries. `template` is the
     kernel chosen, `reason` why the site stayed unfused, `near_misses` what other readings of the site stopped at.
+    `fused_already`: a declined site whose own code calls a fused kernel, which `strict` lets pass.
     """
 
     status: str
@@ -60,6 +61,7 @@ class SiteReport:
     dtype: str = ""
     backward: bool = False
     evidence: str = ""
+    fused_already: bool = False
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

@@ -17,11 +17,15 @@ from fa_inductor.templates import select
 
 @dataclass(frozen=True)
 class Choice:
-    """``kernel`` is the op's kernel argument, or None with the reason; ``template`` is its name in the report."""
+    """``kernel`` is the op's kernel argument, or None with the reason; ``template`` is its name in the report.
+
+    ``fused_already``: the user's code calls a fused kernel itself.
+    """
 
     kernel: str | None
     template: str = ""
     reason: str = ""
+    fused_already: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def _tensor(node: Any) -> torch.Tensor:
 
 def _cpu(match: AttentionMatch, options: Options) -> Choice:
     if match.sdpa and not match.dropout_p and match.extent(match.groups["qk"]) == match.extent(match.groups["v"]):
-        return Choice(None, reason="already scaled_dot_product_attention, which ATen runs fused on CPU")
+        return Choice(None, reason="already scaled_dot_product_attention, which ATen runs fused on CPU", fused_already=True)
     cpu = torch.device("cpu")
     operand = _Meta(cpu, match.dtype)
     captures = [_Meta(v.device, v.dtype) if isinstance(v, torch.Tensor) else _Meta(cpu, torch.float64)

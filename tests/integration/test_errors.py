@@ -176,6 +176,16 @@ def test_strict_names_every_site_that_stays_unfused() -> None:
     assert "test_errors.py" in str(raised.value), "the user's own line"
 
 
+def test_strict_is_content_with_calls_that_aten_fuses_itself() -> None:
+    def fn(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    compiled, backend = fuse(fn, Fusing(Options(strict=True)))
+    inputs = qkv()
+    torch.testing.assert_close(compiled(*inputs), fn(*inputs))
+    assert [(site.status, site.fused_already) for site in backend.report.sites] == [("declined", True)]
+
+
 def test_strict_is_content_with_fused_sites_and_with_none() -> None:
     strict = Options(kernel="reference", strict=True)
     agree(attention, *qkv(), backend=Fusing(strict))
