@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fa_inductor import aten_view, rewrite
-from fa_inductor.aten_view import AtenView, ViewError
+from fa_inductor import rewrite
 from fa_inductor.config import Options
 from fa_inductor.describe import dtype_text, form_of, shapes_of
 from fa_inductor.patterns import AttentionMatch, recognise
@@ -19,7 +18,8 @@ from fa_inductor.patterns.site import source_line
 from fa_inductor.report import SiteReport
 from fa_inductor.selection import Choice, choose_kernel
 from fa_inductor.spec import Rejection
-from fa_inductor.view_slice import COMPOSITES, SOFTMAXES
+from fa_inductor.view import AtenView, ViewError, builder
+from fa_inductor.view.slicing import COMPOSITES, SOFTMAXES
 
 log = logging.getLogger("fa_inductor")
 
@@ -56,7 +56,7 @@ class AttentionPass:
         if not _may_hold_attention(gm):
             return
         try:
-            view = aten_view.build(gm)
+            view = builder.build(gm)
             found = recognise(view)
         except ViewError as e:
             result.sites.append(_unread(e))

@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor import ops
-from fa_inductor.aliasing import storages, writes_after, written_source
-from fa_inductor.aten_view import AtenView, Path, is_inplace
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
 from fa_inductor.patterns.terms import size
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.view import AtenView, Path
+from fa_inductor.view.aliasing import is_inplace, storages, writes_after, written_source
 
 
 class RewriteError(Exception):

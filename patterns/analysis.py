@@ -14,7 +14,6 @@ import operator
 import sympy
 from torch import fx
 
-from fa_inductor.aten_view import DETACH, AtenView
 from fa_inductor.expr import BOOL, Call, Const, Expr, call, substitute
 from fa_inductor.patterns.anchor import ADDING, fresh_index, is_rearrangement, total_index
 from fa_inductor.patterns.captures import SideOperands
@@ -37,6 +36,7 @@ from fa_inductor.patterns.site import (
     shown,
 )
 from fa_inductor.patterns.terms import Dropped, Elem, Index, RowValue, dtype, shape
+from fa_inductor.view import DETACH, AtenView
 
 _MAX_SINKS = 8
 

@@ -237,7 +237,7 @@ def _divides(div: fx.Node, exps: list[fx.Node], total: fx.Node, dim: int) -> tup
         return None
     if not (isinstance(top, Elem) and top.node in exps):
         return None
-    sink = Sink()
+    sink: Sink | None = Sink()
     if isinstance(bottom, Call) and bottom.fn == "add":
         parts = sorted(bottom.args, key=lambda e: isinstance(e, Elem) and e.node is total)
         sink, bottom = _sink(parts[0], top.index), parts[1]

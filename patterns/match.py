@@ -7,8 +7,6 @@ import operator
 import torch
 from torch import fx
 
-from fa_inductor import view_slice
-from fa_inductor.aten_view import OPAQUE, SDPA, AtenView, DynamoValue
 from fa_inductor.errors import ProgramError
 from fa_inductor.patterns.analysis import Analysis, dim_of
 from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement
@@ -18,6 +16,7 @@ from fa_inductor.patterns.pull import op_name
 from fa_inductor.patterns.site import AttentionMatch, Reject, Site, Split, rejection, source_line
 from fa_inductor.patterns.terms import Unsupported, quotient, shape, value_of
 from fa_inductor.spec import Rejection
+from fa_inductor.view import OPAQUE, SDPA, AtenView, DynamoValue, slicing
 
 
 def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
@@ -72,7 +71,7 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
             where = "what it normalises comes in as an input"
             raise Reject(f"no product of queries and keys before this softmax in this graph: {where}", softmax.node)
         if source is not None and _computed_from_product(view.origin[source].node):
-            by = view_slice.name_of(view.origin[source].node)
+            by = slicing.name_of(view.origin[source].node)
             raise Reject(f"{by} between the scores and the softmax is not understood", softmax.node)
     if candidates and not pvs and _returned_probabilities(softmax, candidates, live):
         raise Reject("the product with V is not in this graph: the probabilities are its result", softmax.node)
@@ -80,7 +79,7 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
         opaque = next((o for o in others if o.target is OPAQUE and _product_behind(o)), None)
         if opaque is not None:
             changed = "the probabilities are changed by {} between the softmax and the product with V"
-            raise Reject(changed.format(view_slice.name_of(view.origin[opaque].node)), opaque)
+            raise Reject(changed.format(slicing.name_of(view.origin[opaque].node)), opaque)
     if not candidates or not pvs:
         raise Reject("no products around this softmax", silent=True)
     if softmax.refused:
@@ -138,7 +137,7 @@ def _computed_from_product(node: fx.Node, limit: int = 16) -> bool:
     todo, seen = [node], {node}
     while todo and len(seen) < limit:
         for a in todo.pop(0).all_input_nodes:
-            if a.target in view_slice.MATMULS:
+            if a.target in slicing.MATMULS:
                 return True
             if a not in seen and a.op.startswith("call"):
                 seen.add(a)

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fa_inductor.aten_view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue, Path
 from fa_inductor.patterns.terms import value_of
+from fa_inductor.view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue, Path
 
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "exponential", "cauchy", "geometric")
 _REEMIT_LIMIT = 60

@@ -9,7 +9,6 @@ import sympy
 import torch
 from torch import fx
 
-from fa_inductor.aten_view import AtenView, DynamoValue
 from fa_inductor.expr import Const, Expr, call
 from fa_inductor.patterns.analysis import Analysis, dim_of
 from fa_inductor.patterns.anchor import Softmax
@@ -20,6 +19,7 @@ from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.site import AttentionMatch, Reject, Site, Split, build_match
 from fa_inductor.patterns.terms import Elem, Index, dtype, quotient, shape, size, value_of
+from fa_inductor.view import AtenView, DynamoValue
 
 
 def match_sdpa(view: AtenView, node: fx.Node) -> AttentionMatch:

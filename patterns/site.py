@@ -10,8 +10,6 @@ import sympy
 import torch
 from torch import fx
 
-from fa_inductor import aten_view, view_slice
-from fa_inductor.aten_view import AtenView, DynamoValue
 from fa_inductor.bounds import Facts
 from fa_inductor.expr import SCORE, Const
 from fa_inductor.patterns.anchor import Softmax
@@ -22,6 +20,7 @@ from fa_inductor.patterns.pull import op_name
 from fa_inductor.patterns.stability import may_be_dead, may_vanish
 from fa_inductor.patterns.terms import Index, tensor_of, value_of
 from fa_inductor.spec import AttentionSpec, Rejection
+from fa_inductor.view import AtenView, DynamoValue, slicing
 
 #: Dtypes of attention.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -112,7 +111,7 @@ def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
     return Rejection(reason, origin.node.name, source_line(origin.node), origin.path)
 
 
-_OURS = Path(aten_view.__file__).parent
+_OURS = Path(slicing.__file__).parents[1]
 
 
 def source_line(node: fx.Node) -> str:
@@ -148,7 +147,7 @@ def shown(node: fx.Node) -> str:
     """The name of an ATen node's op for messages; pieces of a result are named by what made it."""
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
-    return op_name(node) or view_slice.name_of(node)
+    return op_name(node) or slicing.name_of(node)
 
 
 def only_shape(node: fx.Node) -> bool:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_inductor import aten_view, graph_pass, rewrite
+from fa_inductor import graph_pass, rewrite
 from fa_inductor.config import Options
 from fa_inductor.errors import StrictModeError
 from fa_inductor.report import collecting
+from fa_inductor.view import builder
 from tests.compiling import TESTING, Fusing, agree, fuse, normal, rewriting
 
 
@@ -39,7 +40,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     ("where", "name", "reason"),
     [
         (graph_pass, "recognise", "analysis failed: AssertionError: made to fail"),
-        (aten_view, "build", "analysis failed: AssertionError: made to fail"),
+        (builder, "build", "analysis failed: AssertionError: made to fail"),
         (graph_pass, "_report", "rewrite failed: AssertionError: made to fail"),
         (rewrite, "_emit_op", "AssertionError: made to fail"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fa_inductor.aten_view import is_inplace
+from fa_inductor.view.aliasing import is_inplace
 from tests.compiling import agree, fuse, normal
 from tests.patterns.forms import INF
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fa_inductor.aten_view import is_inplace
-from fa_inductor.view_slice import live_nodes, name_of
+from fa_inductor.view.aliasing import is_inplace
+from fa_inductor.view.slicing import live_nodes, name_of
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fa_inductor.aliasing import storages, written
+from fa_inductor.view.aliasing import storages, written
 
 SOFTMAXES = {
     F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax,

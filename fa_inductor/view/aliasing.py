@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -97,3 +98,35 @@ def written_source(node: fx.Node, is_inplace) -> fx.Node | None:  # type: ignore
         todo.extend(a for a in n.all_input_nodes if a not in seen)
         seen.update(n.all_input_nodes)
     return None
+
+
+_INPLACE_OPERATORS = {
+    operator.setitem, operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.ifloordiv, operator.iand,
+    operator.ior, operator.ixor, operator.ipow, operator.imatmul, operator.imod, operator.ilshift, operator.irshift,
+}  # fmt: skip
+_INPLACE_POSITIONAL = {"relu", "dropout", "silu", "elu", "gelu", "leaky_relu", "hardtanh", "threshold", "celu", "selu", "mish"}
+
+
+def is_inplace(n: fx.Node) -> bool:
+    """Whether a Dynamo node may write into one of its inputs."""
+    if n.op == "call_method":
+        t = str(n.target)
+        return (t.endswith("_") and not t.endswith("__")) or (t.startswith("__i") and t.endswith("__")) or t == "__setitem__"
+    if n.op != "call_function":
+        return False
+    if n.target in _INPLACE_OPERATORS or n.kwargs.get("inplace") or n.kwargs.get("out") is not None:
+        return True
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.target._schema.is_mutable
+    if isinstance(n.target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(n.target, o) for o in n.target.overloads()]
+        if any(o._schema.is_mutable and not any(a.is_out for a in o._schema.arguments) for o in overloads):
+            return True
+    if side_writes(n):
+        return True
+    if getattr(n.target, "__module__", "") == "_operator":
+        return False  # and_, or_ and not_ are named so for Python's sake
+    name = getattr(n.target, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name in _INPLACE_POSITIONAL and any(a is True for a in n.args[1:])
+    )
