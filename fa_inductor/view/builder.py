@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
-from fa_inductor.view import aliasing, slicing
+from fa_inductor.view import aliasing
 from fa_inductor.view.aliasing import is_inplace
-from fa_inductor.view.aten_view import AtenView, Holder, ViewError
+from fa_inductor.view.aten_view import AtenView, ViewError
+from fa_inductor.view.books import Books
 from fa_inductor.view.interpreter import Interpreter
 from fa_inductor.view.leaves import Leaves, opaque_outputs, plain
 
@@ -44,123 +45,6 @@ def decompositions() -> dict:
             ]
         )
     )  # fmt: skip
-
-
-class Builder:
-    def __init__(self, gm: fx.GraphModule):
-        self.gm, self.view = gm, AtenView()
-        self._slices: dict[int, slicing.Slice] = {}
-        self.autocast: list[Any] = []
-        self.grad_enabled = torch.is_grad_enabled()
-        self.keys: list[int] = []
-        self.kept: list[Any] = []
-        self.attr_values: dict[int, Any] = {}
-        self.tracer: Any = None
-        self.aten_graph: fx.Graph = None  # type: ignore[assignment]
-
-    # -- books
-    def new_key(self, tensors: list[torch.Tensor]) -> int:
-        key = max(opaque_outputs, default=0) + 1
-        opaque_outputs[key] = tensors
-        self.keys.append(key)
-        return key
-
-    def need_of(self, gm: fx.GraphModule) -> set[fx.Node]:
-        return slicing.needed(gm, is_inplace, self._slices).need
-
-    def aten_of(self, t: torch.Tensor) -> fx.Node | None:
-        slot = get_proxy_slot(plain(t), self.tracer, None)
-        return slot.proxy.node if slot is not None else None
-
-    def leaves(self, result: Any) -> dict[int, fx.Node | None]:
-        return {i: self.aten_of(t) for i, t in enumerate(pytree.tree_leaves(result)) if isinstance(t, torch.Tensor)}
-
-    def record(self, holder: Holder, result: Any) -> None:
-        v = self.view
-        leaves = self.leaves(result)
-        v._history[holder] = [(v.clock, leaves)]
-        if not leaves:
-            return
-        v._live[holder] = result
-        for i, node in leaves.items():
-            if node is not None:
-                v._holders.setdefault(node, []).append((holder, i))
-        for t in pytree.tree_leaves(result):
-            if isinstance(t, FunctionalTensor):
-                v._storages.setdefault(_storage_key(t), set()).add(holder)
-
-    def reread(self, n: fx.Node, written: list[Any]) -> None:
-        """After an in-place node: whoever shares storage with one of its inputs may hold another ATen value now."""
-        v = self.view
-        touched: set[Holder] = set()
-        for t in written:
-            if isinstance(t, FunctionalTensor):
-                touched |= v._storages.get(_storage_key(t), set())
-        for holder in touched:
-            now = self.leaves(v._live[holder])
-            if now != v._history[holder][-1][1]:
-                v._history[holder].append((v.clock, now))
-                for i, node in now.items():
-                    if node is not None:
-                        v._holders.setdefault(node, []).append((holder, i))
-
-    def attribute(self, interp: Interpreter, n: fx.Node) -> Any:
-        value = interp.fetch_attr(n.target)  # type: ignore[arg-type]
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-            return value
-        return self.attr_values.get(id(value), value)
-
-    # -- run
-    def build(self) -> AtenView:
-        view = self.view
-        placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        inputs = [_example(n) for n in placeholders]
-        view.fake_mode = mode = _fake_mode(self.gm)
-        attributes = _tensor_attributes(self.gm)
-
-        def run(*xs: Any) -> Any:
-            proxy_mode = get_proxy_mode()
-            assert proxy_mode is not None
-            self.tracer, self.aten_graph = proxy_mode.tracer, proxy_mode.tracer.graph
-            with FunctionalTensorMode(_allow_token_discovery=True):
-                ys = [FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x for x in xs]
-                self.attr_values = dict(zip((id(a) for a in attributes), ys[len(inputs) :], strict=True))
-                with Leaves():
-                    out = Interpreter(self.gm, self, ()).run(*ys[: len(inputs)])
-                outs = [plain(t) for t in pytree.tree_leaves(out) if isinstance(t, (torch.Tensor, torch.SymInt))]
-                mutated = [
-                    plain(y)
-                    for y in ys
-                    if isinstance(y, FunctionalTensor) and torch._functionalize_has_data_mutation(y.elem)
-                ]
-                return outs + mutated
-
-        start = time.perf_counter()
-        try:
-            with _isolated(mode), mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
-                fakes = [mode.from_tensor(a, static_shapes=True) if mode is not None else a for a in attributes]
-                view.module = make_fx(
-                    run,
-                    decomposition_table=decompositions(),
-                    tracing_mode="real",
-                    _disable_torch_fn_metadata_mode=True,
-                )(*inputs, *fakes)
-        finally:
-            for token in reversed(self.autocast):
-                torch.amp.autocast_mode._exit_autocast(token)
-            for k in self.keys:
-                opaque_outputs.pop(k, None)
-        view.graph = view.module.graph
-        view._live.clear()
-        view._storages.clear()
-        view.seconds = time.perf_counter() - start
-        return view
-
-
-def _storage_key(t: FunctionalTensor) -> int:
-    return t.elem.untyped_storage()._cdata
-
-
 
 
 def _example(n: fx.Node) -> Any:
@@ -224,4 +108,49 @@ def build(gm: fx.GraphModule) -> AtenView:
     shared = aliasing.hidden_write(gm, is_inplace)
     if shared is not None:
         raise ViewError(f"{shared.name} writes memory that two inputs of the graph share", shared)
-    return Builder(gm).build()
+    books = Books()
+    inputs = [_example(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    attributes = _tensor_attributes(gm)
+    view = books.view
+    view.fake_mode = mode = _fake_mode(gm)
+    start = time.perf_counter()
+    try:
+        with _isolated(mode), mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+            fakes = [mode.from_tensor(a, static_shapes=True) if mode is not None else a for a in attributes]
+            view.module = make_fx(
+                _traced(gm, books, attributes, len(inputs)),
+                decomposition_table=decompositions(),
+                tracing_mode="real",
+                _disable_torch_fn_metadata_mode=True,
+            )(*inputs, *fakes)
+    finally:
+        for token in reversed(books.autocast):
+            torch.amp.autocast_mode._exit_autocast(token)
+        for k in books.keys:
+            opaque_outputs.pop(k, None)
+    view.graph = view.module.graph
+    view._live.clear()
+    view._storages.clear()
+    view.seconds = time.perf_counter() - start
+    return view
+
+
+def _traced(gm: fx.GraphModule, books: Books, attributes: list[torch.Tensor], n_inputs: int) -> Callable:
+    """The function that is traced: the graph on functional tensors, returning what was kept and what was written."""
+
+    def run(*xs: Any) -> Any:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        books.tracer, books.aten_graph = proxy_mode.tracer, proxy_mode.tracer.graph
+        with FunctionalTensorMode(_allow_token_discovery=True):
+            ys = [FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x for x in xs]
+            books.attr_values = dict(zip((id(a) for a in attributes), ys[n_inputs:], strict=True))
+            with Leaves():
+                out = Interpreter(gm, books, ()).run(*ys[:n_inputs])
+            outs = [plain(t) for t in pytree.tree_leaves(out) if isinstance(t, (torch.Tensor, torch.SymInt))]
+            written = [
+                plain(y) for y in ys if isinstance(y, FunctionalTensor) and torch._functionalize_has_data_mutation(y.elem)
+            ]
+            return outs + written
+
+    return run

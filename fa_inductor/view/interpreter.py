@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,8 @@ from torch.utils import _pytree as pytree
 from fa_inductor.view import aliasing, slicing
 from fa_inductor.view.aliasing import is_inplace
 from fa_inductor.view.aten_view import Origin, Path, ViewError
+from fa_inductor.view.books import Books
 from fa_inductor.view.leaves import DETACH, OPAQUE, sdpa_inside
-
-if TYPE_CHECKING:
-    from fa_inductor.view.builder import Builder
 
 _SKIPPED = object()
 
@@ -26,12 +24,12 @@ _SKIPPED = object()
 class Interpreter(fx.Interpreter):
     """Runs a Dynamo graph on functional fake tensors and keeps the books of provenance."""
 
-    def __init__(self, gm: fx.GraphModule, builder: Builder, path: Path):
+    def __init__(self, gm: fx.GraphModule, books: Books, path: Path):
         super().__init__(gm, garbage_collect_values=False)
-        self.builder, self.path = builder, path
-        self.need = builder.need_of(gm)
-        builder.view.bodies[path] = gm
-        builder.view.transformed += [(path, n) for n in slicing.transformed(gm.graph) if slicing.is_anchor(n)]
+        self.books, self.path = books, path
+        self.need = books.need_of(gm)
+        books.view.bodies[path] = gm
+        books.view.transformed += [(path, n) for n in slicing.transformed(gm.graph) if slicing.is_anchor(n)]
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op.startswith("call") and n not in self.need:
@@ -42,7 +40,7 @@ class Interpreter(fx.Interpreter):
         return self._interpret(n, self._dispatch)
 
     def _interpret(self, n: fx.Node, how: Callable[[fx.Node], Any]) -> Any:
-        b, view = self.builder, self.builder.view
+        b, view = self.books, self.books.view
         mark = b.aten_graph._root._prev
         view.clock += 1
         try:
@@ -62,11 +60,11 @@ class Interpreter(fx.Interpreter):
         return result
 
     def _dispatch(self, n: fx.Node) -> Any:
-        b = self.builder
+        b = self.books
         if n.op == "output":
             return self._output(n)
         if n.op == "get_attr":
-            return b.attribute(self, n)
+            return b.attribute(self.fetch_attr(n.target))  # type: ignore[arg-type]
         if n.op == "call_function":
             target = n.target
             if isinstance(target, torch._ops.HigherOrderOperator):
@@ -102,10 +100,10 @@ class Interpreter(fx.Interpreter):
             if a not in live or not known or not users:
                 continue
             if isinstance(self.env[a], (tuple, list)) and all(u.target is operator.getitem for u in users):
-                self.builder.kept.extend(self.env[a][u.args[1]] for u in users)
+                self.books.kept.extend(self.env[a][u.args[1]] for u in users)
             else:
-                self.builder.kept.append(self.env[a])
-        return super().run_node(n) if self.path else self.builder.kept
+                self.books.kept.append(self.env[a])
+        return super().run_node(n) if self.path else self.books.kept
 
     def _module(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -114,7 +112,7 @@ class Interpreter(fx.Interpreter):
     def _higher_order(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         name = n.target.name()  # type: ignore[union-attr]
-        b = self.builder
+        b = self.books
         if name in ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"):
             return self._body(n, args[0], args[1:])
         if name == "invoke_subgraph":
@@ -129,19 +127,19 @@ class Interpreter(fx.Interpreter):
             device, dtype, enabled, cache, body, *rest = args
             with torch.autocast(device, dtype, enabled, cache):
                 return self._body(n, body, rest)
-        self.builder.view.opaque_bodies.append((self.path, n))
+        self.books.view.opaque_bodies.append((self.path, n))
         return self.opaque(n, (args, kwargs))
 
     def _body(self, n: fx.Node, gm: Any, args: Any) -> Any:
         if not isinstance(gm, fx.GraphModule):
             return self.opaque(n, args)
-        return Interpreter(gm, self.builder, (*self.path, n.name)).run(*args)
+        return Interpreter(gm, self.books, (*self.path, n.name)).run(*args)
 
     def opaque(self, n: fx.Node, inputs: Any) -> Any:
         """One node that stands for all outputs of ``n``; shapes come from Dynamo's own example values."""
         leaves, spec = pytree.tree_flatten(n.meta.get("example_value"))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        key = self.builder.new_key(tensors)
+        key = self.books.new_key(tensors)
         made = OPAQUE([t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)], key)
         # Without a functional input the mode does not wrap the result, and in-place writes into it would go unseen.
         out = iter(t if isinstance(t, FunctionalTensor) else FunctionalTensor.to_functional(t) for t in made)
