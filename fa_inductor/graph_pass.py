@@ -155,7 +155,7 @@ def _signature(m: AttentionMatch) -> tuple:
     used = (m.q.node, m.k.node, m.v.node, *m.captures, *(g.node for g, _ in m.guards))
     held = tuple(m.place.holder(n) for n in used)
     names = tuple((h.node, h.leaf) if h is not None else None for h in held)
-    after = (m.finite_rows, *((g.dims, zero_when) for g, zero_when in m.guards))
+    after = (m.dead_output, *((g.dims, zero_when) for g, zero_when in m.guards))
     return (m.spec.program, names, m.q.dims, m.k.dims, m.v.dims, m.output_dims, m.dropout_p, tuple(map(str, m.sizes)), after)
 
 

@@ -258,16 +258,19 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     out = em.call(operator.getitem, op, 0)
     if out.meta["example_value"].requires_grad and _written_later(em.view, match.place.path, em.anchor):
         out = em.call(torch.clone, out)  # the backward reads the op's own output, which must not be written
-    if match.finite_rows:
-        out = _finite_rows(em, match, op, out)
+    if match.dead_output:
+        out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
 
 
-def _finite_rows(em: Emitter, match: AttentionMatch, op: fx.Node, out: fx.Node) -> fx.Node:
+def _dead_output(em: Emitter, match: AttentionMatch, op: fx.Node, out: fx.Node) -> fx.Node:
+    """Rows by their logsumexp: 0 where it is not finite, or NaN where the row has no key."""
     lse = em.call(torch.Tensor.detach, em.call(operator.getitem, op, 1))
-    finite = em.call(torch.unsqueeze, em.call(torch.isfinite, lse), -1)
-    zero = em.call(torch.ops.aten.scalar_tensor.default, 0.0, dtype=match.dtype, device=em.device)
-    return em.call(torch.where, finite, out, zero)
+    zero = match.dead_output == "zero"
+    dead = em.call(torch.logical_not, em.call(torch.isfinite, lse)) if zero else em.call(torch.isneginf, lse)
+    value = 0.0 if zero else float("nan")
+    filler = em.call(torch.ops.aten.scalar_tensor.default, value, dtype=match.dtype, device=em.device)
+    return em.call(torch.where, em.call(torch.unsqueeze, dead, -1), filler, out)
 
 
 def _written_later(view: AtenView, path: Path, node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 
 import sympy
 from torch import fx
@@ -17,7 +18,17 @@ from torch import fx
 from fa_inductor.expr import BOOL, Call, Const, Expr, call, substitute
 from fa_inductor.patterns.anchor import ADDING, fresh_index, is_rearrangement, total_index
 from fa_inductor.patterns.captures import SideOperands
-from fa_inductor.patterns.guards import Guard, is_zero, masked_again, replaces_nan, row_index, tests_dead_row, tests_nan
+from fa_inductor.patterns.guards import (
+    Guard,
+    guard_chain,
+    is_zero,
+    masked_again,
+    plainly_finite,
+    replaces_nan,
+    row_index,
+    tests_dead_row,
+    tests_nan,
+)
 from fa_inductor.patterns.index_map import broadcast
 from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_of_index, split_points
 from fa_inductor.patterns.prover import Prover
@@ -137,21 +148,29 @@ class Analysis:
             raise Reject("both operands of the product with V depend on the probabilities", pv)
         (node, index), value = hit[0]
         puller = Puller(self._prover(), dropout=True)
-        puller.stop = self._weight_stop(puller, below)
+        puller.stop = self._weight_stop(puller, below, guard_chain(node, site.anchor.node, below))
         e = puller.element(node, index)
+        if site.anchor.total is not None and (self.guards or self.remasked or self.finite_rows):
+            raise Reject("the exponentials are changed before they are divided by their sum", self._changer())
         self.region |= {x for x in puller.visited if x in below} | {site.anchor.node}
+        # The sum, its sinks and whatever else is made of the exponentials must pass gradients on like the op.
+        for logits in (site.anchor.logits, *site.anchor.also):
+            self.region |= between(logits, site.output)
         return e, value
 
-    def _weight_stop(self, puller: Puller, below: set[fx.Node]):  # type: ignore[no-untyped-def]
-        """Ends at the probabilities and takes whole-row guards aside."""
+    def _weight_stop(self, puller: Puller, below: set[fx.Node], chain: set[fx.Node]):  # type: ignore[no-untyped-def]
+        """Ends at the probabilities and takes aside what zeroes weights on the ``chain`` that leads to them."""
+        anchor = self.site.anchor.node
+        plain = Puller(puller.prover, lambda node, index: Elem(node, index) if node is anchor else None)
 
         def stop(node: fx.Node, index: Index) -> Expr | None:
-            if node is self.site.anchor.node:
+            if node is anchor:
                 return Elem(node, index)
-            if node in below and replaces_nan(node):
-                inner = puller.operand(node.args[0], index)
-                return self._nan_is_zero(inner)
-            if node not in below or op_name(node) != "where" or not isinstance(node.args[0], fx.Node):
+            if node not in chain:
+                return None
+            if replaces_nan(node):
+                return self._nan_is_zero(puller.operand(node.args[0], index))
+            if op_name(node) != "where" or not isinstance(node.args[0], fx.Node):
                 return None
             a, b = (puller.operand(x, index) for x in node.args[1:3])
             guard = Guard(node.args[0], broadcast(index, shape(node.args[0])), is_zero(a))
@@ -159,9 +178,10 @@ class Analysis:
                 return None
             weight = b if guard.zero_when else a
             if node.args[0] in below:
-                test = puller.element(guard.cond, guard.index)
-                tested = tests_nan(test if guard.zero_when else puller.prover.not_(test), weight)
-                return self._nan_is_zero(weight) if tested else None
+                test = plain.element(guard.cond, guard.index)
+                tested = plain.operand(node.args[2 if guard.zero_when else 1], index)
+                found = tests_nan(test if guard.zero_when else puller.prover.not_(test), tested)
+                return self._nan_is_zero(weight) if found else None
             (self.guards if row_index(guard, self.key) else self.remasked).append(guard)
             return weight
 
@@ -222,7 +242,7 @@ class Analysis:
             where = (*at[: anchor.dim], position, *at[anchor.dim + 1 :])
             sinks.append(self._strip(puller.element(anchor.logits, where)))
         if anchor.sink is not None and anchor.sink.node is None:
-            sinks.append((Const(math.log(anchor.sink.value, anchor.base)), frozenset()))
+            sinks.append((Const(math.log(anchor.sink.value, anchor.base)), ()))
         elif anchor.sink is not None:
             sinks.append(self._strip(puller.element(anchor.sink.node, anchor.sink.position(at))))
         shifts = {self._shift(x) for x in (main, *sinks)}
@@ -230,9 +250,11 @@ class Analysis:
             raise Reject("the logits are shifted by different amounts within a row", anchor.logits)
         self.region |= {v for v in puller.visited if v in self.spine} | {self.qk}
         site = self.site
-        site.stable = anchor.stable or any(self._is_own_maximum(x, main[0], at) for x in main[1])
+        for shift in main[1]:
+            self._check_shift(shift, main[0], at)
+        site.stable = anchor.stable or (len(main[1]) == 1 and self._is_own_maximum(main[1][0], main[0], at))
         if anchor.sink is not None:
-            site.sinks_survive = all(_finite_without_keys(x) for x in main[1])
+            site.sinks_survive = all(self._finite_without_keys(x, main[0], at) for x in main[1])
         logits = [x[0] if anchor.base == math.e else call("mul", x[0], Const(math.log(anchor.base))) for x in (main, *sinks)]
         return logits[0], logits[1:]
 
@@ -248,7 +270,11 @@ class Analysis:
         """Whether a shift takes off the maximum of the row's own logits."""
         if not (isinstance(shift, Call) and shift.fn == "neg" and isinstance(shift.args[0], RowValue)):
             return False
-        node = shift.args[0].node
+        return shown(shift.args[0].node) in ("amax", "max") and self._reduces(shift.args[0], at) == logit
+
+    def _reduces(self, row: RowValue, at: Index) -> Expr | None:
+        """What a reduction of the row is taken of, without shifts; None where it is of other elements than the softmax."""
+        node = row.node
         if node.target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
         source = node.args[0]
@@ -256,13 +282,24 @@ class Analysis:
             source = source.args[0]
         dims = node.args[1] if len(node.args) > 1 else ()
         listed = [dims] if isinstance(dims, int) else list(dims)  # type: ignore[call-overload]
-        if op_name(node) not in ("amax", "max") or not isinstance(source, fx.Node):
-            return False
-        if shape(source) != shape(self.site.anchor.logits):
-            return False
+        if not isinstance(source, fx.Node) or shape(source) != shape(self.site.anchor.logits):
+            return None
         if [d % len(at) for d in listed] != [self.site.anchor.dim]:
-            return False
-        return self._strip(self._puller.element(source, at))[0] == logit
+            return None
+        return self._strip(self._puller.element(source, at))[0]
+
+    def _check_shift(self, shift: Expr, logit: Expr, at: Index) -> None:
+        """Softmax forgets a shift that is finite; one that is not makes the row NaN, which only the row's own logits explain."""
+        for row in (x for x in shift.walk() if isinstance(x, RowValue)):
+            source = self._reduces(row, at)
+            if source != logit and (source is None or not plainly_finite(source, self.qk)):
+                raise Reject(f"the scores are shifted by a {shown(row.node)} that need not be finite", row.node)
+
+    def _finite_without_keys(self, shift: Expr, logit: Expr, at: Index) -> bool:
+        """Whether a row's shift is a finite number where all of its logits, and so their maximum, are -inf."""
+        rows = [x for x in shift.walk() if isinstance(x, RowValue)]
+        e = substitute(shift, {x: Const(-math.inf if self._reduces(x, at) == logit else 0.0) for x in rows})
+        return isinstance(e, Const) and math.isfinite(e.value)
 
     def _check_total(self, at: Index) -> None:
         anchor = self.site.anchor
@@ -278,7 +315,7 @@ class Analysis:
             if radix(i, self.extents) is None and not i.is_Integer:
                 raise Reject("rows of the softmax are not a plain product of the output's axes", self.site.anchor.node)
 
-    def _strip(self, e: Expr) -> tuple[Expr, frozenset]:
+    def _strip(self, e: Expr) -> tuple[Expr, tuple[Expr, ...]]:
         """(logit without row-wise shifts, the shifts): softmax does not change when a row is shifted as a whole.
 
         A sink may be the shift alone, with a logit of 0.
@@ -298,9 +335,9 @@ class Analysis:
             return x
 
         if self._is_row_value(e) and not any(isinstance(x, Elem) for x in e.walk()):
-            return Const(0.0), frozenset([e])
+            return Const(0.0), (e,)
         out = go(e)
-        return out, frozenset(shifts)
+        return out, tuple(sorted(shifts, key=str))
 
     def _is_row_value(self, e: Expr) -> bool:
         """Made of reductions of the row, and of what is the same for every key."""
@@ -312,7 +349,7 @@ class Analysis:
         return e.node is self.qk or (self.key != 0 and any(i.has(self.key) for i in e.index))
 
     @staticmethod
-    def _shift(stripped: tuple[Expr, frozenset]) -> frozenset:
+    def _shift(stripped: tuple[Expr, tuple[Expr, ...]]) -> tuple[Expr, ...]:
         return stripped[1]
 
     def _spine_stop(self, prover: Prover):  # type: ignore[no-untyped-def]
@@ -340,7 +377,7 @@ class Analysis:
             if node.target is DETACH:
                 e = self._puller.element(node.args[0], index)  # type: ignore[arg-type]
                 if isinstance(e, RowValue):
-                    return e
+                    return replace(e, detached=True)
                 raise Reject("gradient is cut between the scores and the softmax (detach)", node)
             return None
 
@@ -442,7 +479,10 @@ class Analysis:
         dead_rows, guards = self._row_guards(prover)
         match = build_match(self.view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, self.qk,
                             self._region_nodes(q, k, v), dead_rows)  # fmt: skip
-        match.guards, match.finite_rows = guards, self.finite_rows
+        match.guards, match.dead_output = guards, "zero" if self.finite_rows else ""
+        if guards and dead_rows == "nan" and not sinks:
+            # The backward of an op that makes rows NaN makes all gradients NaN, also for rows that are zeroed behind it.
+            match.spec, match.dead_output = replace(match.spec, dead_rows="zero"), "nan"
         return match
 
     def _row_guards(self, prover: Prover) -> tuple[str, tuple[tuple[Operand, bool], ...]]:
@@ -483,12 +523,6 @@ class Analysis:
             "key": (self.key,) if self.key != 0 else (), "qk": (self.features,) if self.features != 0 else (),
             "v": columns,
         }  # fmt: skip
-
-
-def _finite_without_keys(shift: Expr) -> bool:
-    """Whether a row's shift is a finite number where all of its logits, and so their maximum, are -inf."""
-    e = substitute(shift, {x: Const(-math.inf) for x in shift.walk() if isinstance(x, RowValue)})
-    return isinstance(e, Const) and math.isfinite(e.value)
 
 
 def _rescale(e: Expr, product: fx.Node, scale: float) -> Expr:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fa_inductor.expr import Call, Const, Expr
+from fa_inductor.patterns.arithmetic import rounded
 from fa_inductor.patterns.index_map import aten, pull_view
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
@@ -197,7 +198,7 @@ def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
 def _same(a: Any, b: Any, depth: int = 8) -> bool:
     """Whether two ATen values are computed by the same ops from the same values; none of them random."""
     if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-        return a is b or (type(a) is type(b) and a == b)
+        return a is b or (type(a) is type(b) and repr(a) == repr(b))  # -0.0 is not 0.0 here
     if not depth or a.op != "call_function" or a.target != b.target or len(a.args) != len(b.args) or a.kwargs != b.kwargs:
         return False
     if not isinstance(a.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in a.target.tags:
@@ -235,20 +236,22 @@ def _divides(div: fx.Node, exps: list[fx.Node], total: fx.Node, dim: int) -> tup
         bottom = puller.operand(div.args[1], index)
     except Unsupported:
         return None
-    if not (isinstance(top, Elem) and top.node in exps):
+    # Element by element: a quotient of rearranged exponentials is another tensor's softmax.
+    if not (isinstance(top, Elem) and top.node in exps and top.index == index and shape(top.node) == shape(div)):
         return None
     sink: Sink | None = Sink()
     if isinstance(bottom, Call) and bottom.fn == "add":
         parts = sorted(bottom.args, key=lambda e: isinstance(e, Elem) and e.node is total)
-        sink, bottom = _sink(parts[0], top.index), parts[1]
+        sink, bottom = _sink(parts[0], top.index, dtype(total)), parts[1]
     if sink is None or not (isinstance(bottom, Elem) and bottom.node is total):
         return None
     return (top.node, sink) if total_index(total, exps, top.index, dim) == bottom.index else None
 
 
-def _sink(e: Expr, at: Index) -> Sink | None:
+def _sink(e: Expr, at: Index, dt: torch.dtype) -> Sink | None:
     if isinstance(e, Const):
-        return Sink(value=float(e.value)) if 0 < e.value < math.inf else None
+        value = rounded(float(e.value), dt)  # a number that vanishes in the sum's dtype is none
+        return Sink(value=value) if 0 <= value < math.inf else None
     if isinstance(e, Elem) and op_name(e.node) in _BASES:
         return Sink(node=e.node.args[0], index=e.index, at=at)  # type: ignore[arg-type]
     return None
@@ -298,6 +301,6 @@ def _minus_logsumexp(exp: fx.Node, source: fx.Node) -> Softmax | None:
     assert isinstance(b, Elem)
     keep = len(lse.args) > 2 and bool(lse.args[2])
     row = a.index[:axis] + ((sympy.Integer(0),) if keep else ()) + a.index[axis + 1 :]
-    if a.node is not x or b.node is not lse or b.index != row or len(shape(x)) != len(shape(exp)):
+    if a.node is not x or a.index != index or b.node is not lse or b.index != row or shape(x) != shape(exp):
         return None
     return Softmax(exp, x, axis, stable=False)

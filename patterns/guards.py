@@ -39,6 +39,24 @@ def replaces_nan(node: fx.Node) -> bool:
     return op_name(node) == "nan_to_num" and (node.args[1:2] or (None,))[0] in (None, 0, 0.0) and not node.kwargs.get("nan")
 
 
+def guard_chain(weights: fx.Node, softmax: fx.Node, below: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that lead from the operand of the product with V to the softmax while nothing else reads the probabilities.
+
+    A guard on this chain holds for every weight; one on a branch (``where(c, guarded, p)``, a slice written back) does not.
+    """
+    chain: set[fx.Node] = set()
+    n = weights
+    while n is not softmax and n in below and n not in chain:
+        chain.add(n)
+        inner = {*below, softmax}
+        branches = [a for a in (n.args[1:3] if op_name(n) == "where" else n.args[:1]) if isinstance(a, fx.Node) and a in inner]
+        values = [a for a in n.all_input_nodes if a in inner and a not in branches]
+        if len(branches) != 1 or (values and op_name(n) != "where"):
+            break
+        n = branches[0]
+    return chain
+
+
 def tests_nan(e: Expr, weight: Expr) -> bool:
     """Whether the condition is ``isnan(weight)``."""
     if isinstance(e, Call) and e.fn == "ne":
@@ -48,6 +66,23 @@ def tests_nan(e: Expr, weight: Expr) -> bool:
 
 #: Fills at or below this leave no weight beside any score that is not itself an overflow.
 _VANISHING = -1e30
+#: Numbers up to here, as terms or (inverted) as divisors, keep scores far from such fills.
+_MODEST = 1e4
+
+
+def plainly_finite(e: Expr, product: fx.Node) -> bool:
+    """Whether an expression is the product, scaled, shifted or capped by modest numbers: finite, and far from any fill, for
+    every score that does not overflow itself."""
+    if isinstance(e, Const):
+        return e.kind == "float" and abs(e.value) <= _MODEST
+    if isinstance(e, Elem):
+        return e.node is product
+    if not isinstance(e, Call) or e.fn not in ("add", "sub", "mul", "div", "neg", "tanh"):
+        return False
+    divisor = e.args[1] if e.fn == "div" else None
+    if divisor is not None and not (isinstance(divisor, Const) and abs(divisor.value) >= 1 / _MODEST):
+        return False
+    return all(plainly_finite(x, product) for x in e.args)
 
 
 def masked_again(logit: Expr, cond: Expr, keep: Expr, product: fx.Node) -> Expr | None:
@@ -55,16 +90,12 @@ def masked_again(logit: Expr, cond: Expr, keep: Expr, product: fx.Node) -> Expr 
 
     ``keep`` is the negation of ``cond``; a logit ``where(keep, live, fill)`` is the same.
 
-    ``live`` must be made of the scores and finite numbers alone: a mask captured in it could leave a row no other key.
+    ``live`` must be made of the scores and modest numbers alone: a mask in it could leave a row no other key.
     """
     if not (isinstance(logit, Call) and logit.fn == "where" and logit.args[0] in (cond, keep)):
         return None
     fill, live = logit.args[1:] if logit.args[0] == cond else logit.args[:0:-1]
-    leaves = [x for x in live.walk() if not isinstance(x, Call)]
-    finite = (
-        (isinstance(x, Const) and math.isfinite(float(x.value))) or (isinstance(x, Elem) and x.node is product) for x in leaves
-    )
-    if not (isinstance(fill, Const) and fill.kind == "float" and fill.value <= _VANISHING and all(finite)):
+    if not (isinstance(fill, Const) and fill.kind == "float" and fill.value <= _VANISHING and plainly_finite(live, product)):
         return None
     return call("where", cond, Const(-math.inf), live)
 

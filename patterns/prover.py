@@ -266,5 +266,5 @@ class Prover:
         if isinstance(e, Elem):
             return Elem(e.node, tuple(sympy.expand(i.subs(v, by)) for i in e.index), e.kind)
         if isinstance(e, RowValue):
-            return RowValue(e.node, tuple(sympy.expand(i.subs(v, by)) for i in e.index))
+            return RowValue(e.node, tuple(sympy.expand(i.subs(v, by)) for i in e.index), e.detached)
         return e

@@ -54,8 +54,9 @@ class AttentionMatch:
     sdpa: bool = False
     notes: tuple[str, ...] = ()
     guards: tuple[tuple[Operand, bool], ...] = ()
-    finite_rows: bool = False
-    """Rows whose logsumexp is not finite (no key, NaN or infinite scores) are zero."""
+    dead_output: str = ""
+    """``zero``: rows whose logsumexp is not finite (no key, NaN or infinite scores) are zero; ``nan``: rows without keys are NaN,
+    put back after an op that makes them zero."""
 
     def full_spec(self) -> AttentionSpec:
         """The spec with its dropout; the seed is captured last."""

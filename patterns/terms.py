@@ -45,10 +45,14 @@ class Elem(Expr):
 
 @dataclass(frozen=True)
 class RowValue(Expr):
-    """A reduction of the scores over the key axis: the same number for every key of a row."""
+    """A reduction of the scores over the key axis: the same number for every key of a row.
+
+    ``detached``: no gradient flows through this use of it.
+    """
 
     node: fx.Node
     index: Index
+    detached: bool = False
     kind = FLOAT
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, maybe_enable_thunkify
 from torch.utils import _pytree as pytree
 
 from fa_inductor.view import aliasing
@@ -145,7 +145,8 @@ def _traced(gm: fx.GraphModule, books: Books, attributes: list[torch.Tensor], n_
         with FunctionalTensorMode(_allow_token_discovery=True):
             ys = [FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x for x in xs]
             books.attr_values = dict(zip((id(a) for a in attributes), ys[n_inputs:], strict=True))
-            with Leaves():
+            # Arithmetic of run-time sizes is recorded where an op takes its result, not whenever a stride is computed.
+            with Leaves(), maybe_enable_thunkify():
                 out = Interpreter(gm, books, ()).run(*ys[:n_inputs])
             outs = [plain(t) for t in pytree.tree_leaves(out) if isinstance(t, (torch.Tensor, torch.SymInt))]
             written = [

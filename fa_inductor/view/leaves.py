@@ -70,7 +70,8 @@ class Leaves(TorchFunctionMode):
 
 #: Views that torch spells ``alias`` where nothing changes, as ``x[:, 0:]`` does; the view says ``slice`` there.
 _MAY_RETURN_ALIAS = {
-    torch.Tensor.__getitem__, torch.movedim, torch.moveaxis, torch.Tensor.movedim, torch.Tensor.moveaxis,
+    torch.Tensor.__getitem__, torch.movedim, torch.moveaxis, torch.Tensor.movedim, torch.Tensor.moveaxis, torch.transpose,
+    torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes, torch.swapdims, torch.Tensor.swapdims,
 }  # fmt: skip
 
 
