@@ -1,24 +1,24 @@
 """Attention kernels side by side on one GPU: ours, SDPA's backends, FlexAttention and eager code, forward and backward.
 
-    python -m benchmarks.attention --out benchmarks/results/attention_h200.json [--cases d128_s4k ...] [--tuned]
+    python -m benchmarks.attention --out benchmarks/results/attention_h200.json [--cases d128_s4k ...] [--tuned] [--jobs 14]
 
 bfloat16, unit normal operands, median of triton.testing.do_bench. FLOPs of the forward are 4 * B * H * M * N * D,
 half of that when causal, and of what a window or documents keep where those apply; the backward counts 2.5 times the
 forward. ``ours`` and FlexAttention are compiled with static shapes: ``default`` takes each library's own choice of
 tiles, ``--tuned`` adds mode="max-autotune-no-cudagraphs" for both. Every provider's output is compared with eager
-float32 code first.
+float32 code first. One process a case: all compile first, ``--jobs`` at a time, then one after the other is timed alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _common
+from benchmarks import _common, _turns
 
 #: Dense bfloat16 peak of the device, FLOP/s (NVIDIA datasheets), for the share that a number is of it.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -194,27 +194,30 @@ class Problem:
         return self.sdpa({"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}[kind])
 
 
-def warm(problem: Problem, name: str) -> None:
-    """Compile one provider, so that a later process finds its kernels in the caches on disk."""
+def prepare(problem: Problem, name: str) -> Callable[..., Any] | Exception:
+    """One provider's callable, its forward and backward compiled, or why it cannot run."""
     import torch
 
     try:
-        torch._dynamo.reset()
-        out = problem.provider(name)(problem.q, problem.k, problem.v)
+        run = problem.provider(name)
+        with torch.no_grad():
+            run(problem.q, problem.k, problem.v)
+        out = run(problem.q, problem.k, problem.v)
         torch.autograd.grad(out, (problem.q, problem.k, problem.v), problem.grad_out)
     except Exception as e:
-        print(f"{problem.case.name} {name}: {type(e).__name__}: {e}"[:200], flush=True)
+        return e
+    return run
 
 
-def measure(problem: Problem, name: str, check: Any) -> dict[str, Any]:
+def measure(problem: Problem, name: str, run: Callable[..., Any] | Exception, check: Any) -> dict[str, Any]:
     """Milliseconds, TFLOP/s and error of one provider; ``reason`` where it cannot run."""
     import torch
     from triton.testing import do_bench
 
     result: dict[str, Any] = {"case": problem.case.name, "provider": name}
     try:
-        torch._dynamo.reset()
-        run = problem.provider(name)
+        if isinstance(run, Exception):
+            raise run
         q, k, v = problem.q, problem.k, problem.v
         with torch.no_grad():
             result["error"] = float((run(q, k, v).float() - check).norm() / check.norm())
@@ -273,35 +276,50 @@ def plot(results: list[dict[str, Any]], path: Path, device: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=str(_common.RESULTS / "attention.json"))
-    parser.add_argument("--cases", nargs="+", default=list(DEFAULT), choices=list(CASES), metavar="CASE")
-    parser.add_argument("--providers", nargs="+", default=["ours", "flex", "cudnn", "flash"])
-    parser.add_argument("--tuned", action="store_true", help="also time ours and FlexAttention under max-autotune")
-    parser.add_argument("--warm", action="store_true", help="compile only, to fill the caches from several processes")
-    args = parser.parse_args()
+def worker(name: str, providers: list[str]) -> None:
+    """One case in a process of its own: compile, wait, measure."""
     import torch
     import torch._functorch.config
 
     # The timed backward runs many times over one graph, whose buffers must then stay.
     torch._functorch.config.donated_buffer = False
+    torch.manual_seed(0)
+    problem = Problem(CASES[name])
+    runs = {p: prepare(problem, p) for p in providers}
+    _turns.wait_for_turn()
+    check = truth(problem)
+    _turns.give([measure(problem, p, run, check) for p, run in runs.items()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(_common.RESULTS / "attention.json"))
+    parser.add_argument("--cases", nargs="+", default=list(DEFAULT), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--providers", nargs="+", default=["ours", "flex", "cudnn", "flash"])
+    parser.add_argument("--tuned", action="store_true", help="also time ours and FlexAttention under max-autotune")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at a time")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that one process may compile")
+    parser.add_argument("--worker", choices=list(CASES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
     providers = args.providers + (["ours_tuned", "flex_tuned"] if args.tuned else [])
+    if args.worker:
+        worker(args.worker, args.providers)
+        return
+    import torch
+
     device = torch.cuda.get_device_name()
     peak = next((p for n, p in PEAK.items() if n in device), None)
+    command = " ".join(["python -m benchmarks.attention", *sys.argv[1:]])
     results: list[dict[str, Any]] = []
-    for name in args.cases:
-        problem = Problem(CASES[name])
-        if args.warm:
-            for p in providers:
-                warm(problem, p)
-            continue
-        check = truth(problem)
-        rows = [measure(problem, p, check) for p in providers]
+
+    def done(i: int, rows: Any) -> None:
+        name = args.cases[i]
+        if isinstance(rows, dict):  # the process as a whole failed
+            rows = [{"case": name, "provider": p, "reason": rows["error"]} for p in providers]
         for r in rows:
             if peak and "forward_tflops" in r:
                 r["peak_share"] = r["forward_tflops"] * 1e12 / peak
-        results += rows
+        results.extend(rows)
         cells = [
             f"{r['provider']} {r['forward_tflops']:.0f}/{r['backward_tflops']:.0f} ({r['error']:.1e})"
             if "forward_tflops" in r
@@ -309,13 +327,15 @@ def main() -> None:
             for r in rows
         ]
         print(f"{name}: {'; '.join(cells)}", flush=True)
-        payload = {"device": device, "environment": _common.environment(), "results": results}
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(json.dumps(payload, indent=1))
-        del problem, check
-        torch.cuda.empty_cache()
-    if args.warm:
-        return
+        _common.save(
+            args.out, {"device": device, "environment": _common.environment(), "command": command, "results": results}
+        )
+
+    # A worker takes --tuned's providers from the list.
+    commands = [
+        _common.worker_command("benchmarks.attention", "--worker", name, "--providers", *providers) for name in args.cases
+    ]
+    _turns.run(commands, args.jobs, done, args.timeout)
     try:
         plot(results, Path(args.out).with_suffix(".png"), device)
     except ImportError:

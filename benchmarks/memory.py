@@ -11,6 +11,8 @@ eager reaches.
 from __future__ import annotations
 
 import argparse
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,7 @@ def peak(run: Callable[..., Any], problem: Problem) -> int:
 
     step()
     torch.cuda.synchronize()
+    gc.collect()  # compiling leaves cycles that hold the first step's gradients
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -63,6 +66,8 @@ def naive(problem: Problem) -> Callable[..., Any]:
 def fit(points: list[tuple[int, int]]) -> dict[str, float]:
     """Least squares line through (length, bytes), and the largest deviation relative to the value."""
     n = len(points)
+    if n < 2:
+        return {}
     mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
     intercept = mean_y - slope * mean_x
@@ -74,12 +79,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(_common.RESULTS / "memory.json"))
     parser.add_argument("--forms", nargs="+", default=["causal", "softcap"], choices=["causal", "softcap"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     args = parser.parse_args()
     import torch
 
     results: list[dict[str, Any]] = []
     for form in args.forms:
-        for length in LENGTHS:
+        for length in args.lengths:
             problem = Problem(Case(f"{form}_{length}", 1, HEADS, HEADS, length, DIM, form))
             row: dict[str, Any] = {"form": form, "length": length}
             torch._dynamo.reset()
@@ -102,6 +108,7 @@ def main() -> None:
     payload = {
         "device": torch.cuda.get_device_name(),
         "environment": _common.environment(),
+        "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
         "results": results,
         "fit": fits,
         "share_of_eager": shares,

@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import _coverage_child, zoo
+from benchmarks import _coverage_child, _gpu_models, _turns, zoo
 from benchmarks._coverage_child import Outcome, Seen, build, call, compare, run_eagerly, watch
 from benchmarks.sitefinder import attention_sites
 
@@ -233,3 +233,43 @@ def test_geometric_mean():
 
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     assert geometric_mean([]) is None
+
+
+@pytest.mark.parametrize("name", list(_gpu_models.MODELS))
+def test_gpu_model_agrees_in_both_spellings_and_every_layer_is_fused(name: str):
+    from fa_inductor import testing
+
+    model = _gpu_models.MODELS[name]
+    config = model.tiny
+    ((length, batch),) = config.batch.items()
+    weights = _gpu_models.build(name, config, "eager", "cpu", torch.float32)
+    inputs = _gpu_models.draw(name, config, length, batch, "cpu", torch.float32)
+    wanted = weights(*inputs)
+    assert wanted.shape == (batch, length, config.hidden)
+    if model.sdpa:
+        other = _gpu_models.share(name, weights, config, "sdpa")
+        assert all(a is b for a, b in zip(other.parameters(), weights.parameters(), strict=True))
+        torch.testing.assert_close(other(*inputs), wanted, rtol=1e-4, atol=1e-5)
+    backend, fused = testing.make(inner_compile=run_eagerly)
+    out = torch.compile(_gpu_models.share(name, weights, config, "eager"), backend=backend, dynamic=False)(*inputs)
+    assert fused() == config.layers
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_full_size_gpu_models_can_be_built():
+    for name, model in _gpu_models.MODELS.items():
+        with torch.device("meta"):
+            for spelling in ("eager", "sdpa") if model.sdpa else ("eager",):
+                built = model.make(model.config, spelling)
+                for length, batch in model.config.batch.items():
+                    assert built(*model.inputs(model.config, length, batch)).shape == (batch, length, model.config.hidden), name
+
+
+def test_workers_take_turns_and_failures_become_results():
+    program = "from benchmarks._turns import give, wait_for_turn; wait_for_turn(); give({'it': 1})"
+    results: dict[int, object] = {}
+    commands = [[sys.executable, "-c", text] for text in (program, "raise ValueError('no')", "import time; time.sleep(60)")]
+    _turns.run(commands, 3, results.__setitem__, prepare_timeout=8)
+    assert results[0] == {"it": 1}
+    assert results[1] == {"error": "compiling: ValueError: no"}
+    assert results[2] == {"error": "compiling: more than 8 s"}
