@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fa_inductor import reference
+from fa_inductor import cpu_plain, reference
 from fa_inductor.bounds import block_range
 from fa_inductor.cpu_plan import Plan, loads_without_gradient, plan_of, profitable, supports
 from fa_inductor.errors import ProgramError
@@ -189,6 +189,9 @@ def forward(
     """(out, lse) as :func:`fa_inductor.reference.attention` gives them; ProgramError where the plan has a reason."""
     if min(*q.shape, *k.shape, *v.shape) == 0:
         return reference.attention(q, k, v, captures, sizes, spec)
+    plain = cpu_plain.forward(q, k, v, spec)
+    if plain is not None:
+        return plain
     c = _prepare(q, k, v, captures, sizes, spec, fold=False)
     batch, heads, rows, _ = q.shape
     finite = _finite(q, k, v)
@@ -272,6 +275,9 @@ def backward(
     operands = [q, k, v, *captures]
     if min(*q.shape, *k.shape, *v.shape) == 0:
         return reference.attention_grads(grad_out, q, k, v, captures, sizes, spec, needs_grad)
+    plain = cpu_plain.backward(grad_out, q, k, v, out, lse, spec, LSE_LIMIT)
+    if plain is not None:
+        return [g if need else None for g, need in zip(plain, needs_grad, strict=False)] + [None] * len(captures)
     plan = plan_of(spec)
     scale_grad = any(needs_grad[3 + x.slot] for x in loads(plan.scale))
     if any(needs_grad[3 + x.slot] for x in loads_without_gradient(plan)):

@@ -1,0 +1,65 @@
+"""The plain program, ``softmax(q @ k.T * scale) @ v``, by one call of ATen's flash attention for CPU.
+
+There is nothing to evaluate in blocks, so short sequences pay too. A row whose logsumexp is not finite is what only the
+general path (:mod:`fa_inductor.cpu_flash`) computes as eager code does; it is looked for in the result.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fa_inductor import reference
+from fa_inductor.expr import SCORE, Call, Const
+from fa_inductor.spec import AttentionSpec
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@lru_cache(maxsize=1024)
+def scale_of(spec: AttentionSpec) -> float | None:
+    """The scale of a plain program, None for any other."""
+    if spec.dropout_p or spec.sinks:
+        return None
+    e = spec.score
+    if e == SCORE:
+        return 1.0
+    if not (isinstance(e, Call) and e.fn in ("mul", "div") and e.args[0] == SCORE and isinstance(e.args[1], Const)):
+        return None
+    x = float(e.args[1].value)
+    if e.fn == "div":
+        return 1.0 / x if x else None
+    return x
+
+
+def _readable(*tensors: Tensor) -> bool:
+    """Whether the op reads these strides right: columns side by side, rows at least a row apart."""
+    return all(t.stride(3) == 1 and t.stride(2) >= t.shape[3] for t in tensors)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a plain program on operands [B, H, M or N, D] of one head count and head_dim; None for the general path."""
+    scale = scale_of(spec)
+    if scale is None or q.shape[3] != v.shape[3] or not _readable(q, k, v):
+        return None
+    out, lse = _FLASH(q, k, v, scale=scale)
+    if not lse.isfinite().all():
+        return None
+    return reference.with_layout(out, spec.layout), lse.to(torch.float32).contiguous()
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, limit: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Gradients of q, k and v where every row's |lse| is below ``limit``; None for the general path."""
+    scale = scale_of(spec)
+    if scale is None or q.shape[3] != v.shape[3] or not (lse.abs() < limit).all():
+        return None
+    grad_out = grad_out if _readable(grad_out) else grad_out.contiguous()
+    out = out if _readable(out) else out.contiguous()
+    if not _readable(q, k, v):
+        return None
+    return _FLASH_BACKWARD(grad_out, q, k, v, out, lse, 0.0, False, scale=scale)
