@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor import ops
+from fa_inductor.expr import KV_IDX, Q_IDX
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
 from fa_inductor.patterns.terms import size
@@ -249,6 +250,8 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
     v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
     captures = [em.value(c) for c in match.captures]
+    if kernel == "triton":
+        captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
     sizes = [em.size(s) for s in match.sizes]
     if match.dropout_p:
         captures.append(em.call(ops.dropout_seed, q))
@@ -261,6 +264,26 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _keys_side_by_side(em: Emitter, capture: fx.Node, slot: int, spec: AttentionSpec) -> fx.Node:
+    """A tensor of the scores' size, copied where neighbouring keys lie apart: every tile would gather it element by element.
+
+    Relative position tables are looked up as [queries, keys, heads] and permuted; layers that share one share the copy.
+    """
+    t = capture.meta["example_value"]
+    found = [x for x in spec.loads() if x.slot == slot and x.depends_on(KV_IDX) and x.depends_on(Q_IDX)]
+    keys = {d for x in found for d, i in enumerate(x.index) if i.depends_on(KV_IDX)}
+    if len(keys) != 1 or not isinstance(t, torch.Tensor):
+        return capture
+    (key,) = keys
+    strides = [_hint(s) for s in t.stride()]
+    spread = any(s == 0 and _text(n) != "1" for s, n in zip(strides, t.shape, strict=True))
+    if strides[key] == 1 or _text(t.shape[key]) == "1" or spread:
+        return capture
+    order = [d for d in range(t.dim()) if d != key] + [key]
+    copied = em.call(torch.Tensor.contiguous, em.call(torch.permute, capture, order))
+    return em.call(torch.permute, copied, [order.index(d) for d in range(t.dim())])
 
 
 def _dead_output(em: Emitter, match: AttentionMatch, op: fx.Node, out: fx.Node) -> fx.Node:
