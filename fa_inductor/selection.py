@@ -128,6 +128,7 @@ def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
         grad_slots=tuple(i for i, g in enumerate(grads[3:]) if g),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         backward=any(grads),
+        keys=size_hint(match, match.extent(match.groups["key"])),
     )
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):

@@ -185,12 +185,19 @@ def test_supported(changes: dict, template: str) -> None:
         ("causal", {"qk_dim": 513}, "head_dim of query and key is 513"),
         ("causal", {"v_dim": 1024}, "head_dim of value is 1024"),
         ("alibi", {"backward": True, "deterministic": True, "grad_slots": (0,)}, "use_deterministic_algorithms"),
+        ("relative", {"backward": True, "grad_slots": (0,), "keys": 144}, "an atomic addition a score, which with 144 keys"),
     ],
 )
 def test_refusals(name: str, changes: dict, words: str) -> None:
     answer = select.supports(_request(BY_NAME[name], **changes))
     assert isinstance(answer, select.Unsupported)
     assert words in answer.reason
+
+
+@pytest.mark.parametrize(("name", "keys"), [("relative", 1024), ("relative", None), ("sinks", 144), ("bias_full", 144)])
+def test_atomics_that_pay(name: str, keys: int | None) -> None:
+    request = _request(BY_NAME[name], backward=True, grad_slots=(0,), keys=keys)
+    assert isinstance(select.supports(request), select.Supported)
 
 
 def test_unique_gradients_are_deterministic() -> None:
