@@ -2,25 +2,20 @@
 
 Those patterns do not check everything they assume (a softmax over another axis passes, for instance), so what we refused with
 a reason could be rewritten wrongly behind our back. Their entries stay registered and keep working for everybody else: each
-gets a check that looks for our mark on the graph. Only a site that we proved, and left to them because a kernel of ours
-gains nothing there, is theirs: :func:`admit` marks its nodes.
+gets a check that looks for our mark on the graph.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 _MARK = "_fa_inductor_compiled"
 _GUARDED = "_fa_inductor_guarded"
-_ADMITTED = "fa_inductor_admitted"
-#: What is left of a softmax in the graphs that the patterns look at.
-_SOFTMAX = {torch.ops.aten.exp.default, torch.ops.aten._softmax.default}
 _lock = threading.Lock()
 
 
@@ -36,23 +31,9 @@ def _is_attention_pattern(entry: Any) -> bool:
     return "sfdp" in (name or "")
 
 
-def admit(nodes: Iterable[fx.Node]) -> None:
-    """Let the built-in patterns have the softmax that these Dynamo nodes compute. AOTAutograd copies the mark to their ATen ops."""
-    for n in nodes:
-        n.meta["custom"] = {**(n.meta.get("custom") or {}), _ADMITTED: True}
-
-
-def _is_ours(match: Any) -> bool:
-    """Whether the match lies in a graph of ours and holds a softmax that was not admitted."""
-    if not any(hasattr(n.graph, _MARK) for n in match.nodes[:1]):
-        return False
-    softmaxes = [n for n in match.nodes if n.target in _SOFTMAX]
-    return not softmaxes or not all((n.meta.get("custom") or {}).get(_ADMITTED) for n in softmaxes)
-
-
 def _guarded(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def guarded(match: Any) -> bool:
-        return not _is_ours(match) and check(match)
+        return not any(hasattr(n.graph, _MARK) for n in match.nodes[:1]) and check(match)
 
     setattr(guarded, _GUARDED, True)
     return guarded

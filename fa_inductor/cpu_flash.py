@@ -204,7 +204,7 @@ def forward(
             k_part, v_part = (x[:, :, block.n0 : block.n1] for x in (c.k, c.v))
             o, s = _FLASH(c.q[:, :, part], k_part, v_part, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
             # A row of -inf alone has lse 0 here; a row whose lse is 0 by chance is merely computed twice.
-            exact = s > c.limit if block.mask is None else (s > c.limit) & (s != 0)
+            exact = (s > c.limit) & (s != 0)
             bad = None if exact.all() else ~exact.all(1)
             o, s = _with_sinks(o, s, c, block)
             o = o[..., : v.shape[3]]

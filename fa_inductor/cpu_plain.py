@@ -1,7 +1,8 @@
 """The plain program, ``softmax(q @ k.T * scale) @ v``, by one call of ATen's flash attention for CPU.
 
-There is nothing to evaluate in blocks, so short sequences pay too. A row whose logsumexp is not finite is what only the
-general path (:mod:`fa_inductor.cpu_flash`) computes as eager code does; it is looked for in the result.
+There is nothing to evaluate in blocks, so short sequences pay too. What only the general path (:mod:`fa_inductor.cpu_flash`)
+computes as eager code does is looked for in the result: rows whose logsumexp is not finite, or 0, which is how the op reports
+a row of -inf, and values that are not finite.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     if scale is None or q.shape[3] != v.shape[3] or not _readable(q, k, v):
         return None
     out, lse = _FLASH(q, k, v, scale=scale)
-    if not lse.isfinite().all():
+    if not (lse.isfinite() & (lse != 0)).all() or not out.sum(dtype=lse.dtype).isfinite():
         return None
     return reference.with_layout(out, spec.layout), lse.to(torch.float32).contiguous()
 

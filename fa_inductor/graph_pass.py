@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fa_inductor import builtin_fusion, rewrite
+from fa_inductor import rewrite
 from fa_inductor.config import Options
 from fa_inductor.describe import dtype_text, form_of, shapes_of
 from fa_inductor.patterns import AttentionMatch, recognise
@@ -98,8 +98,6 @@ class AttentionPass:
             log.warning("fa_inductor could not choose a kernel and leaves a site as it is", exc_info=True)
             choice = Choice(None, reason=f"kernel selection failed: {type(e).__name__}: {e}")
         if choice.kernel is None:
-            if choice.left_to_inductor:
-                builtin_fusion.admit(_dynamo_nodes(view, match))
             return _declined(view, match, choice.reason, choice.fused_already)
         try:
             spec = rewrite.apply(view, match, choice.kernel)
@@ -134,11 +132,6 @@ def _may_hold_attention(gm: fx.GraphModule) -> bool:
 
 def _anchor_node(view: AtenView, match: AttentionMatch) -> fx.Node:
     return match.holder.node if match.holder is not None else view.origin[match.pv].node
-
-
-def _dynamo_nodes(view: AtenView, match: AttentionMatch) -> set[fx.Node]:
-    """The Dynamo nodes that compute a site, from its softmax on."""
-    return {view.origin[n].node for n in (match.anchor, match.pv, *match.region) if n in view.origin}
 
 
 def _agreeing(view: AtenView, found: list) -> dict[tuple, bool]:

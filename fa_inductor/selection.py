@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-from fa_inductor import cpu_flash, cpu_plan
+from fa_inductor import cpu_flash
 from fa_inductor.config import Options
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.terms import value_of
@@ -19,14 +19,13 @@ from fa_inductor.templates import select
 class Choice:
     """``kernel`` is the op's kernel argument, or None with the reason; ``template`` is its name in the report.
 
-    ``fused_already``: the user's code calls a fused kernel itself. ``left_to_inductor``: its own patterns may have the site.
+    ``fused_already``: the user's code calls a fused kernel itself.
     """
 
     kernel: str | None
     template: str = ""
     reason: str = ""
     fused_already: bool = False
-    left_to_inductor: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,7 @@ def _cpu(match: AttentionMatch, options: Options) -> Choice:
     reason = cpu_flash.supports(spec, operand, operand, operand, captures, grads if any(grads) else ())
     if reason is None:
         reason = _unprofitable(match, options, any(grads))
-    if reason:
-        return Choice(None, reason=reason, left_to_inductor=cpu_plan.is_plain(spec) and options.min_seqlen is None)
-    return Choice("aten", "ATen flash attention (CPU)")
+    return Choice(None, reason=reason) if reason else Choice("aten", "ATen flash attention (CPU)")
 
 
 def _unprofitable(match: AttentionMatch, options: Options, training: bool) -> str | None:

@@ -13,6 +13,7 @@ import operator
 from dataclasses import replace
 
 import sympy
+import torch
 from torch import fx
 
 from fa_inductor.expr import BOOL, Call, Const, Expr, call, substitute
@@ -251,7 +252,8 @@ class Analysis:
         self.region |= {v for v in puller.visited if v in self.spine} | {self.qk}
         site = self.site
         for shift in main[1]:
-            self._check_shift(shift, main[0], at)
+            self._check_shift(shift, main[0], at, {x for s in sinks for x in s[0].walk()})
+        self._row = (*at[: anchor.dim], sympy.Integer(0), *at[anchor.dim + 1 :])
         site.stable = anchor.stable or (len(main[1]) == 1 and self._is_own_maximum(main[1][0], main[0], at))
         if anchor.sink is not None:
             site.sinks_survive = all(self._finite_without_keys(x, main[0], at) for x in main[1])
@@ -288,12 +290,14 @@ class Analysis:
             return None
         return self._strip(self._puller.element(source, at))[0]
 
-    def _check_shift(self, shift: Expr, logit: Expr, at: Index) -> None:
-        """Softmax forgets a shift that is finite; one that is not makes the row NaN, which only the row's own logits explain."""
+    def _check_shift(self, shift: Expr, logit: Expr, at: Index, sunk: set[Expr]) -> None:
+        """Softmax forgets a shift that is finite; one that is not makes the row NaN, which the row's own logits or sinks must."""
+        if any(isinstance(x, Elem) and x not in sunk for x in shift.walk()):
+            raise Reject("the scores are shifted by a value that need not be finite", self.site.anchor.logits)
         for row in (x for x in shift.walk() if isinstance(x, RowValue)):
             source = self._reduces(row, at)
             if source != logit and (source is None or not plainly_finite(source, self.qk)):
-                raise Reject(f"the scores are shifted by a {shown(row.node)} that need not be finite", row.node)
+                raise Reject(f"the scores are shifted by their {shown(row.node)}, which need not be finite", row.node)
 
     def _finite_without_keys(self, shift: Expr, logit: Expr, at: Index) -> bool:
         """Whether a row's shift is a finite number where all of its logits, and so their maximum, are -inf."""
@@ -340,10 +344,25 @@ class Analysis:
         return out, tuple(sorted(shifts, key=str))
 
     def _is_row_value(self, e: Expr) -> bool:
-        """Made of reductions of the row, and of what is the same for every key."""
-        leaves = [x for x in e.walk() if not isinstance(x, Call)]
-        free = (isinstance(x, (RowValue, Const)) or (isinstance(x, Elem) and not self._varies_with_key(x)) for x in leaves)
-        return any(isinstance(x, RowValue) for x in leaves) and all(free)
+        """A reduction of the row, negated or bounded: by numbers, or by a value of the row (which `_check_shift` looks at)."""
+        if isinstance(e, RowValue):
+            return True
+        if not isinstance(e, Call):
+            return False
+        if e.fn == "neg":
+            return self._is_row_value(e.args[0])
+        if e.fn not in ("maximum", "minimum", "where"):
+            return False
+        parts = e.args[1:] if e.fn == "where" else e.args
+        tests = [x for x in e.args[0].walk() if not isinstance(x, Call)] if e.fn == "where" else []
+        return (
+            any(self._is_row_value(x) for x in parts)
+            and all(self._is_row_value(x) or self._is_bound(x) for x in parts)
+            and all(isinstance(x, (RowValue, Const)) for x in tests)
+        )
+
+    def _is_bound(self, e: Expr) -> bool:
+        return plainly_finite(e, self.qk) if isinstance(e, Const) else isinstance(e, Elem) and not self._varies_with_key(e)
 
     def _varies_with_key(self, e: Elem) -> bool:
         return e.node is self.qk or (self.key != 0 and any(i.has(self.key) for i in e.index))
@@ -483,13 +502,15 @@ class Analysis:
         if guards and dead_rows == "nan" and not sinks:
             # The backward of an op that makes rows NaN makes all gradients NaN, also for rows that are zeroed behind it.
             match.spec, match.dead_output = replace(match.spec, dead_rows="zero"), "nan"
+        if match.dead_output and match.dtype == torch.float64:
+            raise Reject("rows without keys are told by a float32 logsumexp, too narrow for float64", site.pv)
         return match
 
     def _row_guards(self, prover: Prover) -> tuple[str, tuple[tuple[Operand, bool], ...]]:
         """(rule for dead rows, conditions that zero rows of the output)."""
         dead_rows, kept = "zero" if self.finite_rows or self.remasked else self.site.anchor.dead_rows, []
         for g in self.guards:
-            if tests_dead_row(g, self.site.anchor):
+            if tests_dead_row(g, self.site.anchor) and g.index == self._row:
                 dead_rows = "zero"
             elif g.cond in self.spine or self.qk in ancestors(g.cond):
                 raise Reject("rows are zeroed by a condition on the scores that is no test for a row without keys", g.cond)

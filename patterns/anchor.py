@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,8 @@ ADDING = {aten.baddbmm.default, aten.addmm.default}
 MATMULS = {aten.bmm.default, aten.mm.default, *ADDING}
 
 
-def find_softmaxes(graph: fx.Graph) -> list[Softmax]:
-    """Every softmax of the graph in graph order."""
+def find_softmaxes(graph: fx.Graph, with_grad: Callable[[fx.Node], bool] = lambda n: True) -> list[Softmax]:
+    """Every softmax of the graph in graph order; ``with_grad`` tells whether a node ran with gradients enabled."""
     found: list[Softmax] = []
     exps: list[fx.Node] = []
     for n in graph.nodes:
@@ -129,7 +129,7 @@ def find_softmaxes(graph: fx.Graph) -> list[Softmax]:
         elif name in _BASES and dtype(n).is_floating_point and shape(n):
             exps.append(n)
             with contextlib.suppress(Unsupported):
-                found.extend(_from_exp(n))
+                found.extend(_from_exp(n, with_grad))
     return [*found, *_refused(exps, {s.node for s in found})]
 
 
@@ -163,7 +163,7 @@ def _made_of_sum(node: fx.Node, depth: int = 6) -> bool:
     return depth > 0 and node.target not in MATMULS and any(_made_of_sum(a, depth - 1) for a in node.all_input_nodes)
 
 
-def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
+def _from_exp(exp: fx.Node, with_grad: Callable[[fx.Node], bool]) -> Iterator[Softmax]:
     source, base = exp.args[0], _BASES[op_name(exp)]
     assert isinstance(source, fx.Node)
     if base == math.e and op_name(source) == "_log_softmax":
@@ -173,7 +173,7 @@ def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
     if normalised is not None:
         yield normalised
         return
-    exps = [n for n in exp.graph.nodes if n.target == exp.target and _same(n, exp)]  # written twice, computed once
+    exps = [n for n in exp.graph.nodes if n.target == exp.target and _same(n, exp, with_grad)]  # written twice, computed once
     for total in {t: None for e in exps for t in reached(e, _SUM)}:
         dims = total.args[1]
         if not isinstance(dims, (list, tuple)) or len(dims) != 1 or not dtype(total).is_floating_point:
@@ -195,15 +195,17 @@ def _from_exp(exp: fx.Node) -> Iterator[Softmax]:
             yield Softmax(exp, source, dim, total=total, stable=False, base=base)
 
 
-def _same(a: Any, b: Any, depth: int = 8) -> bool:
-    """Whether two ATen values are computed by the same ops from the same values; none of them random."""
+def _same(a: Any, b: Any, with_grad: Callable[[fx.Node], bool], depth: int = 8) -> bool:
+    """Whether two ATen values are computed by the same ops from the same values; none of them random or cut off from autograd."""
     if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
         return a is b or (type(a) is type(b) and repr(a) == repr(b))  # -0.0 is not 0.0 here
     if not depth or a.op != "call_function" or a.target != b.target or len(a.args) != len(b.args) or a.kwargs != b.kwargs:
         return False
+    if with_grad(a) != with_grad(b):
+        return False
     if not isinstance(a.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in a.target.tags:
-        return a.target is operator.getitem and a.args[1] == b.args[1] and _same(a.args[0], b.args[0], depth - 1)
-    return all(_same(x, y, depth - 1) for x, y in zip(a.args, b.args, strict=True))
+        return a.target is operator.getitem and a.args[1] == b.args[1] and _same(a.args[0], b.args[0], with_grad, depth - 1)
+    return all(_same(x, y, with_grad, depth - 1) for x, y in zip(a.args, b.args, strict=True))
 
 
 def _summed(total: fx.Node, exps: list[fx.Node]) -> set[fx.Node]:

@@ -28,7 +28,7 @@ def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
             from fa_inductor.patterns.sdpa import match_sdpa
 
             out.append(_guarded(view, n, lambda n=n: match_sdpa(view, n)))
-    for softmax in find_softmaxes(view.graph):
+    for softmax in find_softmaxes(view.graph, lambda n: n not in view.origin or view.origin[n].grad_enabled):
         if softmax.node not in live:
             continue
         found = _guarded(view, softmax.node, lambda s=softmax: _match(view, s, live))

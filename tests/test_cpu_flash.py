@@ -388,6 +388,27 @@ def test_profitable() -> None:
     assert "too few" in str(reason(causal, 128, 128))
     assert "too few" in str(reason(causal, 1, 4096))
     assert "too few" in str(reason(causal, 512, 512, training=True))
-    assert reason("score * 0.5", 1024, 1024, training=True) is None
-    assert "left to Inductor's own patterns" in str(reason("score * 0.5", 512, 4096))
+    assert reason("score * 0.5", 256, 256) is None
+    assert "too few" in str(reason("score * 0.5", 256, 256, training=True))
     assert reason("score + f0[h, q_idx, kv_idx]", 1024, 1024) is None
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_plain_rows_that_only_the_general_path_gets_right(heads: int) -> None:
+    """Scores of -inf throughout a row, an lse of 0 by chance, and infinite values: by eager code, element by element."""
+    spec = AttentionSpec(parse("score * 0.3"))
+    q, k, v = (torch.randn(1, heads, 33, 8).abs() for _ in range(3))
+    q[0, 0, 3], q[0, 0, 5] = -1e20, 0.0
+    k[0, 0] *= 1e20
+    v[0, 0, 4, 2] = math.inf
+    expected = (q @ k.mT * 0.3).softmax(-1) @ v
+    torch.testing.assert_close(cpu_flash.forward(q, k, v, [], [], spec)[0], expected, equal_nan=True)
+    one = torch.zeros(1, heads, 1, 8)
+    torch.testing.assert_close(cpu_flash.forward(one, one, v[:, :, :1], [], [], spec)[0], v[:, :, :1])
+
+
+def test_scale_beyond_float32() -> None:
+    q = torch.empty(1, 1, 512, 8)
+    reason = cpu_plan.supports(AttentionSpec(parse("score * 1e39")), q, q, q, [])
+    assert reason is not None
+    assert "no float32 number" in reason

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +107,16 @@ _INPLACE_OPERATORS = {
     operator.setitem, operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.ifloordiv, operator.iand,
     operator.ior, operator.ixor, operator.ipow, operator.imatmul, operator.imod, operator.ilshift, operator.irshift,
 }  # fmt: skip
-_INPLACE_POSITIONAL = {"relu", "dropout", "silu", "elu", "gelu", "leaky_relu", "hardtanh", "threshold", "celu", "selu", "mish"}
+
+
+@lru_cache(maxsize=512)
+def _inplace_position(fn: Any) -> int | None:
+    """Position of the argument ``inplace`` of a Python function, as of ``F.dropout(input, p, training, inplace)``."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 def is_inplace(n: fx.Node) -> bool:
@@ -127,6 +139,7 @@ def is_inplace(n: fx.Node) -> bool:
     if getattr(n.target, "__module__", "") == "_operator":
         return False  # and_, or_ and not_ are named so for Python's sake
     name = getattr(n.target, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name in _INPLACE_POSITIONAL and any(a is True for a in n.args[1:])
-    )
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    at = _inplace_position(n.target)
+    return at is not None and len(n.args) > at and n.args[at] is not False

@@ -181,6 +181,31 @@ def sink_of_another_batch(q, k, v, m, r):
     return (e / (total(e) + q[:, :1, :1, :1].exp())) @ v
 
 
+@form(grad=False)
+def dead_rows_of_the_other_batch(q, k, v, m, r):
+    s = scores(q, k).masked_fill(m & torch.tensor([True, False])[:, None, None, None], -INF)
+    dead = (s == -INF).all(-1, keepdim=True)
+    return s.softmax(-1).flip(0).masked_fill(dead, 0.0).flip(0) @ v
+
+
+@form(grad=False)
+def maximum_and_an_infinite_number_taken_off(q, k, v, m, r):
+    s = scores(q, k)
+    return (s - (s.amax(-1, keepdim=True) + torch.where(r, INF, 0.0))).softmax(-1) @ v
+
+
+@form(grad=False)
+def maximum_times_a_huge_number_taken_off(q, k, v, m, r):
+    s = scores(q, k)
+    return (s - s.amax(-1, keepdim=True) * 1e39).softmax(-1) @ v
+
+
+@form(grad=False)
+def maximum_bounded_by_an_infinite_value(q, k, v, m, r):
+    s = scores(q, k)
+    return (s - torch.maximum(s.amax(-1, keepdim=True), torch.where(r, INF, 0.0))).softmax(-1) @ v
+
+
 # -------------------------------------------------------------------------------------------------------------- gradients
 def _no_grad(fn: Callable[[], Tensor]) -> Tensor:
     with torch.no_grad():
@@ -209,6 +234,11 @@ def logsumexp_without_gradient(q, k, v, m, r):
 def second_exponential_without_gradient(q, k, v, m, r):
     s = scores(q, k)
     return (s.exp() / total(_no_grad(lambda: s.exp()))) @ v
+
+
+@form()
+def second_scores_without_gradient(q, k, v, m, r):
+    return (scores(q, k).exp() / total(_no_grad(lambda: scores(q, k)).exp())) @ v
 
 
 @form()

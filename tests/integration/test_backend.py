@@ -185,20 +185,6 @@ def test_builtin_patterns_are_kept_off_our_graphs_and_work_for_others() -> None:
     assert builtin_fusions(attention, "inductor", *inputs) == 1, "still there for backend='inductor' in this process"
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_short_site_without_mask_is_left_to_the_builtin_patterns_and_nothing_else_is(training: bool) -> None:
-    inputs = tuple(x.detach().float().requires_grad_(training) for x in qkv())
-
-    def fn(q, k, v):
-        return attention(q, k, v) + wrong_axis(q, k, v)
-
-    backend = Fusing(Options())
-    assert builtin_fusions(fn, backend, *inputs) == builtin_fusions(attention, "inductor", *inputs) > 0
-    assert sorted(site.status for site in backend.report.sites) == ["declined", "rejected"]
-    assert any("left to Inductor's own patterns" in reason for reason in backend.reasons)
-    torch.testing.assert_close(torch.compile(fn, backend=backend)(*inputs), fn(*inputs))
-
-
 def test_switched_off_means_plain_inductor() -> None:
     inputs = tuple(x.detach().float() for x in qkv())
     assert builtin_fusions(attention, Fusing(Options(enabled=False)), *inputs) == 1

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fa_inductor.view.aliasing import is_inplace
@@ -200,3 +201,13 @@ def test_logic_operators_write_nothing() -> None:
     agree(fn, *qkv(), torch.ones(M, N, dtype=torch.bool).tril(2), fused=2)
     graph = fx.symbolic_trace(lambda a, b: (a & b) | a).graph
     assert not any(is_inplace(n) for n in graph.nodes)
+
+
+def test_positional_arguments_that_are_not_inplace() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    plain = [(F.dropout, (x, 0.1, True, False)), (F.dropout, (x, 0.1, True)), (F.elu, (x, 1.0)), (F.relu, (x, False))]
+    writes = [(F.dropout, (x, 0.1, True, True)), (F.relu, (x, True)), (F.hardtanh, (x, -1.0, 1.0, True))]
+    assert not any(is_inplace(graph.call_function(fn, args)) for fn, args in plain)
+    assert all(is_inplace(graph.call_function(fn, args)) for fn, args in writes)
+    assert is_inplace(graph.call_function(F.silu, (x,), {"inplace": True}))
