@@ -24,7 +24,6 @@ from fa_inductor.patterns.guards import (
     guard_chain,
     is_zero,
     masked_again,
-    plainly_finite,
     replaces_nan,
     row_index,
     tests_dead_row,
@@ -34,6 +33,7 @@ from fa_inductor.patterns.index_map import broadcast
 from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_of_index, split_points
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
+from fa_inductor.patterns.shifts import RowShifts
 from fa_inductor.patterns.site import (
     DTYPES,
     AttentionMatch,
@@ -234,29 +234,30 @@ class Analysis:
         prover = self._prover()
         puller = Puller(prover, self._spine_stop(prover))
         self._puller = puller
-        main = self._strip(puller.element(anchor.logits, at))
+        row_shifts = RowShifts(puller, anchor, self.qk, n)
+        main = row_shifts.strip(puller.element(anchor.logits, at))
         for again in self.remasked:
             main = (self._masked_again(main[0], again), main[1])
         sinks = []
         for t in (*range(int(offset)), *range(int(offset), int(extra))):
             position = sympy.Integer(t) if t < offset else sympy.expand(keys + t)
             where = (*at[: anchor.dim], position, *at[anchor.dim + 1 :])
-            sinks.append(self._strip(puller.element(anchor.logits, where)))
+            sinks.append(row_shifts.strip(puller.element(anchor.logits, where)))
         if anchor.sink is not None and anchor.sink.node is None:
             sinks.append((Const(math.log(anchor.sink.value, anchor.base)), ()))
         elif anchor.sink is not None:
-            sinks.append(self._strip(puller.element(anchor.sink.node, anchor.sink.position(at))))
-        shifts = {self._shift(x) for x in (main, *sinks)}
+            sinks.append(row_shifts.strip(puller.element(anchor.sink.node, anchor.sink.position(at))))
+        shifts = {x[1] for x in (main, *sinks)}
         if len(shifts) > 1:
             raise Reject("the logits are shifted by different amounts within a row", anchor.logits)
         self.region |= {v for v in puller.visited if v in self.spine} | {self.qk}
         site = self.site
         for shift in main[1]:
-            self._check_shift(shift, main[0], at, {x for s in sinks for x in s[0].walk()})
+            row_shifts.check(shift, main[0], at, {x for s in sinks for x in s[0].walk()})
         self._row = (*at[: anchor.dim], sympy.Integer(0), *at[anchor.dim + 1 :])
-        site.stable = anchor.stable or (len(main[1]) == 1 and self._is_own_maximum(main[1][0], main[0], at))
+        site.stable = anchor.stable or (len(main[1]) == 1 and row_shifts.is_own_maximum(main[1][0], main[0], at))
         if anchor.sink is not None:
-            site.sinks_survive = all(self._finite_without_keys(x, main[0], at) for x in main[1])
+            site.sinks_survive = all(row_shifts.finite_without_keys(x, main[0], at) for x in main[1])
         logits = [x[0] if anchor.base == math.e else call("mul", x[0], Const(math.log(anchor.base))) for x in (main, *sinks)]
         return logits[0], logits[1:]
 
@@ -267,43 +268,6 @@ class Analysis:
         if found is None:
             raise Reject("the probabilities are masked after the softmax, otherwise than the scores before it", guard.cond)
         return found
-
-    def _is_own_maximum(self, shift: Expr, logit: Expr, at: Index) -> bool:
-        """Whether a shift takes off the maximum of the row's own logits."""
-        if not (isinstance(shift, Call) and shift.fn == "neg" and isinstance(shift.args[0], RowValue)):
-            return False
-        return shown(shift.args[0].node) in ("amax", "max") and self._reduces(shift.args[0], at) == logit
-
-    def _reduces(self, row: RowValue, at: Index) -> Expr | None:
-        """What a reduction of the row is taken of, without shifts; None where it is of other elements than the softmax."""
-        node = row.node
-        if node.target is operator.getitem:
-            node = node.args[0]  # type: ignore[assignment]
-        source = node.args[0]
-        while isinstance(source, fx.Node) and source.target is DETACH:
-            source = source.args[0]
-        dims = node.args[1] if len(node.args) > 1 else ()
-        listed = [dims] if isinstance(dims, int) else list(dims)  # type: ignore[call-overload]
-        if not isinstance(source, fx.Node) or shape(source) != shape(self.site.anchor.logits):
-            return None
-        if [d % len(at) for d in listed] != [self.site.anchor.dim]:
-            return None
-        return self._strip(self._puller.element(source, at))[0]
-
-    def _check_shift(self, shift: Expr, logit: Expr, at: Index, sunk: set[Expr]) -> None:
-        """Softmax forgets a shift that is finite; one that is not makes the row NaN, which the row's own logits or sinks must."""
-        if any(isinstance(x, Elem) and x not in sunk for x in shift.walk()):
-            raise Reject("the scores are shifted by a value that need not be finite", self.site.anchor.logits)
-        for row in (x for x in shift.walk() if isinstance(x, RowValue)):
-            source = self._reduces(row, at)
-            if source != logit and (source is None or not plainly_finite(source, self.qk)):
-                raise Reject(f"the scores are shifted by their {shown(row.node)}, which need not be finite", row.node)
-
-    def _finite_without_keys(self, shift: Expr, logit: Expr, at: Index) -> bool:
-        """Whether a row's shift is a finite number where all of its logits, and so their maximum, are -inf."""
-        rows = [x for x in shift.walk() if isinstance(x, RowValue)]
-        e = substitute(shift, {x: Const(-math.inf if self._reduces(x, at) == logit else 0.0) for x in rows})
-        return isinstance(e, Const) and math.isfinite(e.value)
 
     def _check_total(self, at: Index) -> None:
         anchor = self.site.anchor
@@ -318,58 +282,6 @@ class Analysis:
         for i in others:
             if radix(i, self.extents) is None and not i.is_Integer:
                 raise Reject("rows of the softmax are not a plain product of the output's axes", self.site.anchor.node)
-
-    def _strip(self, e: Expr) -> tuple[Expr, tuple[Expr, ...]]:
-        """(logit without row-wise shifts, the shifts): softmax does not change when a row is shifted as a whole.
-
-        A sink may be the shift alone, with a logit of 0.
-        """
-        shifts: list[Expr] = []
-
-        def go(x: Expr) -> Expr:
-            if isinstance(x, Call) and x.fn in ("add", "sub"):
-                a, b = x.args
-                if self._is_row_value(b):
-                    shifts.append(call("neg", b) if x.fn == "sub" else b)
-                    return go(a)
-                if x.fn == "add" and self._is_row_value(a):
-                    shifts.append(a)
-                    return go(b)
-                return call(x.fn, go(a), b) if not isinstance(b, Call) or x.fn == "sub" else call(x.fn, go(a), go(b))
-            return x
-
-        if self._is_row_value(e) and not any(isinstance(x, Elem) for x in e.walk()):
-            return Const(0.0), (e,)
-        out = go(e)
-        return out, tuple(sorted(shifts, key=str))
-
-    def _is_row_value(self, e: Expr) -> bool:
-        """A reduction of the row, negated or bounded: by numbers, or by a value of the row (which `_check_shift` looks at)."""
-        if isinstance(e, RowValue):
-            return True
-        if not isinstance(e, Call):
-            return False
-        if e.fn == "neg":
-            return self._is_row_value(e.args[0])
-        if e.fn not in ("maximum", "minimum", "where"):
-            return False
-        parts = e.args[1:] if e.fn == "where" else e.args
-        tests = [x for x in e.args[0].walk() if not isinstance(x, Call)] if e.fn == "where" else []
-        return (
-            any(self._is_row_value(x) for x in parts)
-            and all(self._is_row_value(x) or self._is_bound(x) for x in parts)
-            and all(isinstance(x, (RowValue, Const)) for x in tests)
-        )
-
-    def _is_bound(self, e: Expr) -> bool:
-        return plainly_finite(e, self.qk) if isinstance(e, Const) else isinstance(e, Elem) and not self._varies_with_key(e)
-
-    def _varies_with_key(self, e: Elem) -> bool:
-        return e.node is self.qk or (self.key != 0 and any(i.has(self.key) for i in e.index))
-
-    @staticmethod
-    def _shift(stripped: tuple[Expr, tuple[Expr, ...]]) -> tuple[Expr, ...]:
-        return stripped[1]
 
     def _spine_stop(self, prover: Prover):  # type: ignore[no-untyped-def]
         query = frozenset(s for s in self.extents if s != self.key)
