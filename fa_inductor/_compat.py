@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 MIN_TORCH = (2, 11)
@@ -36,6 +37,18 @@ def triton_version() -> str | None:
     except ImportError:
         return None
     return str(triton.__version__)
+
+
+@lru_cache(maxsize=2)
+def clamp_gradient(tensor_bound: bool) -> float:
+    """The share of the gradient that a value exactly at the bound of ``clamp`` gets: asked of torch, which changed it in 2.15."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        (gradient,) = torch.autograd.grad(torch.clamp(x, min=torch.zeros(1) if tensor_bound else 0.0).sum(), x)
+    return float(gradient)
 
 
 def inductor_config() -> Any:

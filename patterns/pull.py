@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from fa_inductor._compat import clamp_gradient
 from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, call, result_kind
 from fa_inductor.patterns.arithmetic import (
     EXACT_INTEGER,
@@ -232,13 +233,17 @@ class Puller(Arithmetic):
         return self._clamped("minimum", self.operand(node.args[0], index), node.args[1], node, index)
 
     def _clamped(self, fn: str, x: Expr, bound: Any, node: fx.Node, index: Index) -> Expr:
-        """One side of a clamp. At the bound its gradient is the value's, where that of a maximum would be split in halves."""
+        """One side of a clamp. At the bound its gradient is not always split in halves, as that of a maximum is."""
         dt = dtype(node)
         b = self.operand(bound, index)
         if not is_float(dt) or (is_choice_of_numbers(x) and is_choice_of_numbers(b)):
             return self.arithmetic(fn, x, b, dt)
         x, b = self.convert(x, FLOAT), self._narrow(self.convert(b, FLOAT), dt)
-        return self.prover.where(self.compare("lt" if fn == "maximum" else "gt", x, b), b, x)
+        share = clamp_gradient(isinstance(bound, fx.Node) and isinstance(value_of(bound), torch.Tensor))
+        if share == 0.5:
+            return self.arithmetic(fn, x, b, dt)
+        beyond = {"maximum": "lt", "minimum": "gt"} if share == 1.0 else {"maximum": "le", "minimum": "ge"}
+        return self.prover.where(self.compare(beyond[fn], x, b), b, x)
 
     def _logic(self, fn: str, node: fx.Node, index: Index) -> Expr:
         if dtype(node) is not torch.bool:
