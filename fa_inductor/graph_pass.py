@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -47,8 +49,9 @@ class AttentionPass:
         start = time.perf_counter()
         result = PassResult()
         if self.options.enabled:
-            for module in _units(gm):
-                self._run(module, result)
+            with _no_collection():
+                for module in _units(gm):
+                    self._run(module, result)
         result.seconds = time.perf_counter() - start
         return result
 
@@ -104,6 +107,19 @@ class AttentionPass:
         except rewrite.RewriteError as e:
             return _declined(view, match, str(e))
         return _report(view, match, "fused", program=spec.program, template=choice.template)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pauses Python's cyclic garbage collection: tracing makes many objects that stay, among the many of a model's graphs,
+    and looking through all of them again and again was up to a sixth of the pass."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _units(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
