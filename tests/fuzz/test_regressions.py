@@ -354,9 +354,17 @@ NEVER = {
 }  # fmt: skip
 
 
+def inductor_drops_rounding() -> bool:
+    """Whether Inductor itself takes float32 -> bfloat16 -> float32 for nothing, as in torch 2.11 (``pointless_convert``)."""
+    x = torch.randn(64)
+    return torch.equal(torch.compile(lambda x: x.to(BF16).float() * 1.0)(x), x)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_once_wrong(name: str) -> None:
     case = CASES[name]
+    if name == "bfloat16 keys and values" and inductor_drops_rounding():
+        pytest.skip("Inductor of this torch drops the rounding whatever the backend's passes do")
     operands: list[Any] = [torch.randn(2, 2, 6, 8).to(case.dtype).requires_grad_(case.grad) for _ in range(3)]
     made = check(case.fn, [*operands, *case.extra()], exact_fn=case.exact, dtype=case.dtype, dynamic=case.dynamic)
     assert not any(s.reason.startswith("analysis failed") for s in made.sites)
