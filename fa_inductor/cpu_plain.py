@@ -7,6 +7,7 @@ a row of -inf, and values that are not finite.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -32,8 +33,8 @@ def scale_of(spec: AttentionSpec) -> float | None:
         return None
     x = float(e.args[1].value)
     if e.fn == "div":
-        return 1.0 / x if x else None
-    return x
+        x = 1.0 / x if x else math.inf
+    return x if abs(x) <= torch.finfo(torch.float32).max else None
 
 
 def _readable(*tensors: Tensor) -> bool:
@@ -41,13 +42,31 @@ def _readable(*tensors: Tensor) -> bool:
     return all(t.stride(3) == 1 and t.stride(2) >= t.shape[3] for t in tensors)
 
 
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the operands are of one head_dim and dtype, agree with each other, hold something, and lie as the op reads them."""
+    return (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.dtype == k.dtype == v.dtype
+        and q.device.type == k.device.type == v.device.type == "cpu"
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and q.numel() > 0
+        and k.numel() > 0
+        and q.shape[1] % k.shape[1] == 0
+        and _readable(q, k, v)
+    )
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of a plain program on operands [B, H, M or N, D] of one head count and head_dim; None for the general path."""
+    """(out, lse) of a plain program on operands that :func:`fits`; None for the general path."""
     scale = scale_of(spec)
-    if scale is None or q.shape[3] != v.shape[3] or not _readable(q, k, v):
+    if scale is None:
         return None
     out, lse = _FLASH(q, k, v, scale=scale)
-    if not (lse.isfinite() & (lse != 0)).all() or not out.sum(dtype=lse.dtype).isfinite():
+    # Few and small ops: between large products each of them costs more than its own work.
+    low, high = torch.aminmax(lse.abs())
+    if not (float(low) > 0.0 and float(high) < math.inf and math.isfinite(float(out.sum(dtype=lse.dtype)))):
         return None
     return reference.with_layout(out, spec.layout), lse.to(torch.float32).contiguous()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
-from fa_inductor import reference
+from fa_inductor import cpu_plain, reference
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import INDEX_NAMES, SIZE_NAMES, Sym
 from fa_inductor.spec import AttentionSpec
@@ -128,8 +128,12 @@ def _own_context() -> Iterator[None]:
 def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    spec = check_operands(q, k, v, captures, sizes, program, kernel)
     with _own_context():
+        if kernel == "aten" and not captures and cpu_plain.fits(q, k, v):
+            plain = cpu_plain.forward(q, k, v, AttentionSpec.parse(program))
+            if plain is not None:
+                return plain
+        spec = check_operands(q, k, v, captures, sizes, program, kernel)
         if kernel == "aten":
             from fa_inductor import cpu_flash
 
