@@ -112,7 +112,8 @@ def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
     return Rejection(reason, origin.node.name, source_line(origin.node), origin.path)
 
 
-_OURS = Path(slicing.__file__).parents[1]
+#: explain() calls the user's function: its line says nothing about where an attention is.
+_EXPLAIN = Path(slicing.__file__).parents[1] / "entry.py"
 
 
 def source_line(node: fx.Node) -> str:
@@ -121,8 +122,8 @@ def source_line(node: fx.Node) -> str:
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith('File "'):
             where = lines[i][6:].split('", line ')
-            if Path(where[0]).parent == _OURS:
-                continue  # the call in explain()
+            if Path(where[0]) == _EXPLAIN:
+                continue
             number = where[1].split(",")[0] if len(where) == 2 else "?"
             code = lines[i + 1] if i + 1 < len(lines) else ""
             return f"{where[0]}:{number}: {code}"
