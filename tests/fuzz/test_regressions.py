@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.fuzz.oracle import check
+from tests.fuzz.oracle import WrongValue, check
 
 INF = math.inf
 BF16, HALF = torch.bfloat16, torch.float16
@@ -355,17 +355,22 @@ NEVER = {
 
 
 def inductor_drops_rounding() -> bool:
-    """Whether Inductor itself takes float32 -> bfloat16 -> float32 for nothing, as in torch 2.11 (``pointless_convert``)."""
-    x = torch.randn(64)
-    return torch.equal(torch.compile(lambda x: x.to(BF16).float() * 1.0)(x), x)
+    """Whether plain Inductor drops float32 -> bfloat16 -> float32 before an attention, as in torch 2.11 (``pointless_convert``)."""
+    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
+    rounded = _bf16(q, k, v)
+    kept = torch.compile(_bf16)(q, k, v)
+    return float((kept - rounded).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_once_wrong(name: str) -> None:
     case = CASES[name]
-    if name == "bfloat16 keys and values" and inductor_drops_rounding():
-        pytest.skip("Inductor of this torch drops the rounding whatever the backend's passes do")
     operands: list[Any] = [torch.randn(2, 2, 6, 8).to(case.dtype).requires_grad_(case.grad) for _ in range(3)]
-    made = check(case.fn, [*operands, *case.extra()], exact_fn=case.exact, dtype=case.dtype, dynamic=case.dynamic)
+    try:
+        made = check(case.fn, [*operands, *case.extra()], exact_fn=case.exact, dtype=case.dtype, dynamic=case.dynamic)
+    except WrongValue:
+        if name == "bfloat16 keys and values" and inductor_drops_rounding():
+            pytest.skip("Inductor of this torch drops the rounding behind the backend's back")
+        raise
     assert not any(s.reason.startswith("analysis failed") for s in made.sites)
     assert made.fused == (0 if name in NEVER else 1), [(s.status, s.reason) for s in made.sites]
