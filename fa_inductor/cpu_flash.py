@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fa_inductor import cpu_plain, reference
 from fa_inductor.bounds import block_range
+from fa_inductor.cpu_plain import FLASH, FLASH_BACKWARD
 from fa_inductor.cpu_plan import Plan, loads_without_gradient, plan_of, profitable, supports
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import Q_IDX, TRUE, Const, Expr, Load, loads
@@ -34,9 +35,6 @@ from fa_inductor.reference import Env, evaluate
 from fa_inductor.spec import AttentionSpec
 
 __all__ = ["backward", "forward", "profitable", "supports"]
-
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 #: Query rows a block. 512 rows of a float32 mask over 64k keys are 128 MiB; larger blocks gain nothing, the op tiles
 #: anyway.
@@ -202,7 +200,7 @@ def forward(
         o = s = None
         if finite and block.n0 < block.n1:
             k_part, v_part = (x[:, :, block.n0 : block.n1] for x in (c.k, c.v))
-            o, s = _FLASH(c.q[:, :, part], k_part, v_part, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
+            o, s = FLASH(c.q[:, :, part], k_part, v_part, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
             # A row of -inf alone has lse 0 here; a row whose lse is 0 by chance is merely computed twice.
             exact = (s > c.limit) & (s != 0)
             bad = None if exact.all() else ~exact.all(1)
@@ -325,7 +323,7 @@ def _flash_backward(
     head_dim, dtype = c.q.shape[3], c.q.dtype
     grad_out, out = (_ready(x.to(dtype), head_dim) for x in (grad_out, out))
     part, keys = slice(block.m0, block.m1), slice(block.n0, block.n1)
-    dq, dk, dv = _FLASH_BACKWARD(
+    dq, dk, dv = FLASH_BACKWARD(
         grad_out, c.q[:, :, part], c.k[:, :, keys], c.v[:, :, keys], out, lse, 0.0, block.causal,
         attn_mask=block.mask, scale=c.scale,
     )  # fmt: skip

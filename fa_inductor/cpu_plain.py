@@ -8,33 +8,16 @@ a row of -inf, and values that are not finite.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fa_inductor import reference
-from fa_inductor.expr import SCORE, Call, Const
+from fa_inductor.cpu_plan import plain_scale
 from fa_inductor.spec import AttentionSpec
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@lru_cache(maxsize=1024)
-def scale_of(spec: AttentionSpec) -> float | None:
-    """The scale of a plain program, None for any other."""
-    if spec.dropout_p or spec.sinks:
-        return None
-    e = spec.score
-    if e == SCORE:
-        return 1.0
-    if not (isinstance(e, Call) and e.fn in ("mul", "div") and e.args[0] == SCORE and isinstance(e.args[1], Const)):
-        return None
-    x = float(e.args[1].value)
-    if e.fn == "div":
-        x = 1.0 / x if x else math.inf
-    return x if abs(x) <= torch.finfo(torch.float32).max else None
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _readable(*tensors: Tensor) -> bool:
@@ -60,10 +43,10 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a plain program on operands that :func:`fits`; None for the general path."""
-    scale = scale_of(spec)
+    scale = plain_scale(spec)
     if scale is None:
         return None
-    out, lse = _FLASH(q, k, v, scale=scale)
+    out, lse = FLASH(q, k, v, scale=scale)
     # Few and small ops: between large products each of them costs more than its own work.
     low, high = torch.aminmax(lse.abs())
     if not (float(low) > 0.0 and float(high) < math.inf and math.isfinite(float(out.sum(dtype=lse.dtype)))):
@@ -75,11 +58,9 @@ def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, limit: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of q, k and v where every row's |lse| is below ``limit``; None for the general path."""
-    scale = scale_of(spec)
-    if scale is None or q.shape[3] != v.shape[3] or not (lse.abs() < limit).all():
+    scale = plain_scale(spec)
+    if scale is None or not fits(q, k, v) or not (lse.abs() < limit).all():
         return None
     grad_out = grad_out if _readable(grad_out) else grad_out.contiguous()
     out = out if _readable(out) else out.contiguous()
-    if not _readable(q, k, v):
-        return None
-    return _FLASH_BACKWARD(grad_out, q, k, v, out, lse, 0.0, False, scale=scale)
+    return FLASH_BACKWARD(grad_out, q, k, v, out, lse, 0.0, False, scale=scale)

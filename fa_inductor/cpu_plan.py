@@ -177,7 +177,7 @@ def profitable(
 ) -> str | None:
     """None when the op is expected to be faster than the unfused compiled graph, else the reason it is not."""
     rows, cols = PAYS_TRAINING if training else PAYS_INFERENCE
-    if is_plain(spec):
+    if plain_scale(spec) is not None:
         rows, cols = PAYS_WITHOUT_MASK[training]
     if q_len < rows or kv_len < cols:
         return (
@@ -187,11 +187,14 @@ def profitable(
     return None
 
 
-def is_plain(spec: AttentionSpec) -> bool:
-    """Whether the program is ``score * number`` and nothing else."""
-    parts = _affine(spec.score)
-    plain = not spec.sinks and not spec.dropout_p and spec.dead_rows == "nan"
-    return plain and parts is not None and parts[1] is None and isinstance(parts[0], Const)
+@lru_cache(maxsize=1024)
+def plain_scale(spec: AttentionSpec) -> float | None:
+    """The scale of a program that is ``score * number`` and nothing else, None for any other."""
+    parts = None if spec.sinks or spec.dropout_p else _affine(spec.score)
+    if parts is None or parts[1] is not None or not isinstance(parts[0], Const):
+        return None
+    scale = float(parts[0].value)
+    return scale if abs(scale) <= FLOAT32_MAX else None
 
 
 def loads_without_gradient(plan: Plan) -> list[Load]:

@@ -22,7 +22,7 @@ from fa_inductor.view import OPAQUE, SDPA, AtenView, DynamoValue, slicing
 def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
     """Every attention site of the view, in graph order; what merely contains a softmax is not a site."""
     out: list[AttentionMatch | Rejection] = []
-    live = _live(view.graph)
+    live = slicing.live_nodes(view.graph, lambda n: False)  # the view is functional: nothing writes
     for n in view.graph.nodes:
         if n.target is SDPA and n in live:
             from fa_inductor.patterns.sdpa import match_sdpa
@@ -47,18 +47,6 @@ def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped
         return rejection(view, u.reason, u.node or node)
     except ProgramError as e:
         return rejection(view, str(e), node)
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that the graph's results depend on."""
-    todo = [n for n in graph.nodes if n.op == "output"]
-    live: set[fx.Node] = set()
-    while todo:
-        n = todo.pop()
-        if n not in live:
-            live.add(n)
-            todo.extend(n.all_input_nodes)
-    return live
 
 
 # ------------------------------------------------------------------------------------------------ locating the site

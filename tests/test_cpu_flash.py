@@ -347,8 +347,8 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((q.shape[2], k.shape[2]))
         return flash(q, k, *args, **kwargs)
 
-    flash = cpu_flash._FLASH
-    monkeypatch.setattr(cpu_flash, "_FLASH", spy)
+    flash = cpu_flash.FLASH
+    monkeypatch.setattr(cpu_flash, "FLASH", spy)
     q, k, v = (torch.randn(1, 1, 2048, 8) for _ in range(3))
     cpu_flash.forward(q, k, v, [], [], AttentionSpec.parse(f"attention(score=where({CAUSAL}, score, -inf))"))
     assert seen == [(2048, 2048)]

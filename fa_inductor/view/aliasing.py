@@ -22,7 +22,7 @@ def storages(n: fx.Node) -> set[int]:
             try:
                 out.add(t.untyped_storage()._cdata)
             except (RuntimeError, NotImplementedError):
-                continue
+                continue  # a sparse or opaque tensor has no storage, so no memory that another tensor could share through it
     return out
 
 
