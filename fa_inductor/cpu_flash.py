@@ -187,7 +187,7 @@ def forward(
     """(out, lse) as :func:`fa_inductor.reference.attention` gives them; ProgramError where the plan has a reason."""
     if min(*q.shape, *k.shape, *v.shape) == 0:
         return reference.attention(q, k, v, captures, sizes, spec)
-    plain = cpu_plain.forward(q, k, v, spec) if cpu_plain.fits(q, k, v) else None
+    plain = cpu_plain.forward(q, k, v, spec.program) if cpu_plain.fits(q, k, v) else None
     if plain is not None:
         return plain
     c = _prepare(q, k, v, captures, sizes, spec, fold=False)

@@ -8,6 +8,7 @@ a row of -inf, and values that are not finite.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from fa_inductor import reference
 from fa_inductor.cpu_plan import plain_scale
 from fa_inductor.spec import AttentionSpec
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def _readable(*tensors: Tensor) -> bool:
@@ -41,9 +42,16 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
+@lru_cache(maxsize=1024)
+def _plain(program: str) -> tuple[float | None, str]:
+    """(scale, layout) by the program's text: a string is cheaper to look up than a spec."""
+    spec = AttentionSpec.parse(program)
+    return plain_scale(spec), spec.layout
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, program: str) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a plain program on operands that :func:`fits`; None for the general path."""
-    scale = plain_scale(spec)
+    scale, layout = _plain(program)
     if scale is None:
         return None
     out, lse = FLASH(q, k, v, scale=scale)
@@ -51,7 +59,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     low, high = torch.aminmax(lse.abs())
     if not (float(low) > 0.0 and float(high) < math.inf and math.isfinite(float(out.sum(dtype=lse.dtype)))):
         return None
-    return reference.with_layout(out, spec.layout), lse.to(torch.float32).contiguous()
+    return reference.with_layout(out, layout), lse.to(torch.float32).contiguous()
 
 
 def backward(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from fa_inductor.cpu_plan import plain_scale
 from fa_inductor.lowering_operands import Operands, number, problem_of, realised
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
@@ -210,6 +211,8 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     args = (q, k, v, captures, sizes, program, kernel)
     reason = _refusal(kernel, (q, k, v), captures)
     if reason:
+        if kernel == "aten" and not captures and plain_scale(AttentionSpec.parse(program)) is not None:
+            return _fallback(ops.plain_attention, (q, k, v, program), reason)
         return _fallback(ops.flash_attention, args, reason)
     spec = AttentionSpec.parse(program)
     o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [])

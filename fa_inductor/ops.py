@@ -8,6 +8,9 @@ the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and 
 * ``aten``: ATen's flash attention for CPU, for what :func:`fa_inductor.cpu_flash.supports` admits;
 * ``triton``: lowered by Inductor; called outside a compiled graph it computes the reference.
 
+``plain_attention`` is what a compiled graph calls in place of ``flash_attention`` for a program without masks, bias or
+captures on CPU: the same results, without the layers of dispatch that autograd and ambient modes need.
+
 ``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default
 generator. It is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the
 partitioner saves the value for the backward instead of drawing again.
@@ -48,10 +51,12 @@ _LIB.define(
     " SymInt[] sizes, str program, str kernel, bool[] needs_grad) -> Tensor[]",
     tags=_TAGS,
 )
+_LIB.define("plain_attention(Tensor q, Tensor k, Tensor v, str program) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _LIB.define("dropout_seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 flash_attention = torch.ops.fa_inductor.flash_attention.default
 flash_attention_backward = torch.ops.fa_inductor.flash_attention_backward.default
+plain_attention = torch.ops.fa_inductor.plain_attention.default
 dropout_seed = torch.ops.fa_inductor.dropout_seed.default
 
 
@@ -129,16 +134,26 @@ def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str, kernel: str
 ) -> tuple[Tensor, Tensor]:
     with _own_context():
-        if kernel == "aten" and not captures and cpu_plain.fits(q, k, v):
-            plain = cpu_plain.forward(q, k, v, AttentionSpec.parse(program))
-            if plain is not None:
-                return plain
         spec = check_operands(q, k, v, captures, sizes, program, kernel)
         if kernel == "aten":
             from fa_inductor import cpu_flash
 
             return cpu_flash.forward(q, k, v, captures, sizes, spec)
         return reference.attention(q, k, v, captures, sizes, spec)
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, program: str) -> tuple[Tensor, Tensor]:
+    # Called by compiled code between two large products, where each microsecond of Python shows: the context, the
+    # checks and the general path are for the rare cases only. Autocast knows none of the ops that the plain path uses.
+    if torch._C._len_torch_dispatch_stack() == 0 and cpu_plain.fits(q, k, v):
+        plain = cpu_plain.forward(q, k, v, program)
+        if plain is not None:
+            return plain
+    return _flash_attention(q, k, v, [], [], program, "aten")
+
+
+def _plain_attention_fake(q: Tensor, k: Tensor, v: Tensor, program: str) -> tuple[Tensor, Tensor]:
+    return _flash_attention_fake(q, k, v, [], [], program, "aten")
 
 
 def _empty(like: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -258,8 +273,10 @@ def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
 
 # ------------------------------------------------------------------------------------------------------- registration
 _LIB.impl("flash_attention", _flash_attention, "CompositeExplicitAutograd")
+_LIB.impl("plain_attention", _plain_attention, "CPU")
 _LIB.impl("flash_attention_backward", _flash_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(flash_attention, _flash_attention_fake, lib=_LIB)
+torch.library.register_fake(plain_attention, _plain_attention_fake, lib=_LIB)
 torch.library.register_fake(flash_attention_backward, _flash_attention_backward_fake, lib=_LIB)
 torch.library.register_autograd(flash_attention, _backward, setup_context=_setup_context, lib=_LIB)
 torch.library.register_autograd(flash_attention_backward, _no_double_backward, setup_context=_setup_nothing, lib=_LIB)
@@ -278,7 +295,7 @@ def _products(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
     return 2 * batch * heads * rows * k_shape[2]
 
 
-@register_flop_formula(torch.ops.fa_inductor.flash_attention)
+@register_flop_formula([torch.ops.fa_inductor.flash_attention, torch.ops.fa_inductor.plain_attention])
 def _forward_flops(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, out_shape: Any = None, **kw: Any
 ) -> int:

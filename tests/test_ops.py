@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -63,6 +64,19 @@ def test_opcheck_forward(program: str, kernel: str) -> None:
         pytest.skip("not a program of ATen's kernel")
     names, sizes = PROGRAMS[program]
     torch.library.opcheck(ops.flash_attention, (*operands(), [capture(n) for n in names], sizes, program, kernel))
+
+
+@pytest.mark.parametrize("fill", [0.0, math.nan, -math.inf])
+@pytest.mark.parametrize("layout", ["bhmd", "bmhd"])
+def test_plain_attention_is_flash_attention(layout: str, fill: float) -> None:
+    program = f"attention(score=score * 0.3, layout={layout!r})"
+    q, k, v = operands(grad=False)
+    k[0, 0, 1], v[1, 0, 2] = fill, fill
+    if fill == 0.0:  # opcheck compares NaN as unequal
+        torch.library.opcheck(ops.plain_attention, (q, k, v, program))
+    got, want = ops.plain_attention(q, k, v, program), ops.flash_attention(q, k, v, [], [], program, "aten")
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert [t.stride() for t in got] == [t.stride() for t in want]
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
