@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
-from fa_inductor.lowering_operands import Operands, number, problem_of, realised
+from fa_inductor.lowering_operands import Operands, hint, number, problem_of, realised
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 
 log = logging.getLogger(__name__)
@@ -152,9 +154,33 @@ def _request(o: Operands, problem: Problem, **more: Any) -> select.Request:
 
     capability = torch.cuda.get_device_capability(o.q.get_device())
     dtype = str(o.q.get_dtype()).removeprefix("torch.")
+    _, _, _, rows, cols = o.extents
     return select.Request(
-        o.spec, dtype, problem.qk_dim, problem.v_dim, capability, problem.tma, **more
+        o.spec, dtype, problem.qk_dim, problem.v_dim, capability, problem.tma, keys=hint(cols), queries=hint(rows),
+        facts=Facts(problem.rows, problem.cols, problem.sizes), **more,
     )  # fmt: skip
+
+
+def _hopper_runs(o: Operands, problem: Problem) -> bool:
+    """Launch the Gluon kernel once on a few rows of zeros, so that one that does not compile is left out."""
+    import torch
+    from torch._inductor.virtualized import V
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if V.graph.cpp_wrapper:
+        log.info("%s is launched from Python, which a C++ wrapper does not call", select.HOPPER)
+        return False
+    from fa_inductor.templates.sm90 import launch
+
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            dims = (problem.qk_dim, problem.v_dim)
+            q, v = (torch.zeros(1, 1, 1, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
+            launch.attention(q, q, v, [1] * len(o.sizes), Program.of(o.spec, problem).spec.program)
+    except Exception as e:
+        log.warning("%s dropped: %s: %s", select.HOPPER, type(e).__name__, e)
+        return False
+    return True
 
 
 def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> str:
@@ -197,7 +223,6 @@ def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: 
 
 def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
     from fa_inductor.templates import tiles
-    from fa_inductor.templates.program import Program
 
     return tiles.choose(Program.of(o.spec, problem), problem, arch, which)
 
@@ -221,6 +246,9 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention, args, answer.reason)
+    if answer.template == select.HOPPER and _hopper_runs(o, problem):
+        program = Program.of(spec, problem).spec.program
+        return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
     arch = select.architecture(request.capability)
     assert arch is not None
     batch, heads, kv_heads, rows, _ = o.extents

@@ -59,6 +59,17 @@ def number(x: Any) -> int | None:
     return int(x) if x.is_Integer else None
 
 
+def hint(x: Any) -> int | None:
+    """``x``, or for a run-time size the value that the graph was traced with; None without one."""
+    known = number(x)
+    if known is not None:
+        return known
+    try:
+        return int(_sizevars().size_hint(x))
+    except Exception:  # an unbacked size has no hint
+        return None
+
+
 def _fits_int32(extent: Any) -> bool:
     """Whether an offset fits int32: known, or true now and guarded."""
     import sympy

@@ -10,6 +10,7 @@ the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and 
 
 ``plain_attention`` is what a compiled graph calls in place of ``flash_attention`` for a program without masks, bias or
 captures on CPU: the same results, without the layers of dispatch that autograd and ambient modes need.
+``hopper_attention`` is the same for the forms of :mod:`fa_inductor.templates.sm90.form` on Hopper GPUs.
 
 ``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default
 generator. It is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the
@@ -51,11 +52,15 @@ _LIB.define(
     " SymInt[] sizes, str program, str kernel, bool[] needs_grad) -> Tensor[]",
     tags=_TAGS,
 )
+_LIB.define(
+    "hopper_attention(Tensor q, Tensor k, Tensor v, SymInt[] sizes, str program) -> (Tensor out, Tensor lse)", tags=_TAGS
+)
 _LIB.define("plain_attention(Tensor q, Tensor k, Tensor v, str program) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _LIB.define("dropout_seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 flash_attention = torch.ops.fa_inductor.flash_attention.default
 flash_attention_backward = torch.ops.fa_inductor.flash_attention_backward.default
+hopper_attention = torch.ops.fa_inductor.hopper_attention.default
 plain_attention = torch.ops.fa_inductor.plain_attention.default
 dropout_seed = torch.ops.fa_inductor.dropout_seed.default
 
@@ -154,6 +159,18 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, program: str) -> tuple[Ten
 
 def _plain_attention_fake(q: Tensor, k: Tensor, v: Tensor, program: str) -> tuple[Tensor, Tensor]:
     return _flash_attention_fake(q, k, v, [], [], program, "aten")
+
+
+def _hopper_attention(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return _flash_attention(q, k, v, [], sizes, program, "reference")
+    from fa_inductor.templates.sm90.launch import attention
+
+    return attention(q, k, v, sizes, program)
+
+
+def _hopper_attention_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str) -> tuple[Tensor, Tensor]:
+    return _flash_attention_fake(q, k, v, [], sizes, program, "triton")
 
 
 def _empty(like: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -273,9 +290,11 @@ def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
 
 # ------------------------------------------------------------------------------------------------------- registration
 _LIB.impl("flash_attention", _flash_attention, "CompositeExplicitAutograd")
+_LIB.impl("hopper_attention", _hopper_attention, "CUDA")
 _LIB.impl("plain_attention", _plain_attention, "CPU")
 _LIB.impl("flash_attention_backward", _flash_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(flash_attention, _flash_attention_fake, lib=_LIB)
+torch.library.register_fake(hopper_attention, _hopper_attention_fake, lib=_LIB)
 torch.library.register_fake(plain_attention, _plain_attention_fake, lib=_LIB)
 torch.library.register_fake(flash_attention_backward, _flash_attention_backward_fake, lib=_LIB)
 torch.library.register_autograd(flash_attention, _backward, setup_context=_setup_context, lib=_LIB)
@@ -295,7 +314,10 @@ def _products(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
     return 2 * batch * heads * rows * k_shape[2]
 
 
-@register_flop_formula([torch.ops.fa_inductor.flash_attention, torch.ops.fa_inductor.plain_attention])
+_FORWARDS = ("flash_attention", "plain_attention", "hopper_attention")
+
+
+@register_flop_formula([getattr(torch.ops.fa_inductor, name) for name in _FORWARDS])
 def _forward_flops(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, out_shape: Any = None, **kw: Any
 ) -> int:

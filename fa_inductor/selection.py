@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from fa_inductor import cpu_flash
+from fa_inductor.bounds import Facts
 from fa_inductor.config import Options
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.terms import value_of
@@ -116,6 +117,8 @@ def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
     if not all(d.is_Integer for d in dims):
         return Choice(None, reason="head_dim is a run-time size")
     grads = needs_grad(match)
+    lengths = [match.extent(match.groups[g]) for g in ("query", "key")]
+    rows, cols = (int(n) if n.is_Integer else None for n in lengths)
     request = select.Request(
         spec=match.full_spec(),
         dtype=str(match.dtype).removeprefix("torch."),
@@ -125,7 +128,9 @@ def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
         grad_slots=tuple(i for i, g in enumerate(grads[3:]) if g),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         backward=any(grads),
-        keys=size_hint(match, match.extent(match.groups["key"])),
+        keys=size_hint(match, lengths[1]),
+        queries=size_hint(match, lengths[0]),
+        facts=Facts(rows, cols),
     )
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):

@@ -142,13 +142,17 @@ class Program:
     always_keeps: bool
 
     @staticmethod
-    @lru_cache(maxsize=512)
     def of(spec: AttentionSpec, problem: Problem) -> Program:
+        return Program.under(spec, Facts(problem.rows, problem.cols, problem.sizes), problem.square)
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def under(spec: AttentionSpec, facts: Facts, square: bool) -> Program:
+        """The program where lengths and sizes are as ``facts`` say. ``square``: no more queries than keys."""
         masked = split_mask(spec.score)
         if masked.fill is None or masked.keep == TRUE:
             return Program(spec, masked, True)
-        facts = Facts(problem.rows, problem.cols, problem.sizes)
-        keeps = row_always_has_key(masked.keep, facts) or (problem.square and keeps_diagonal(masked.keep, facts))
+        keeps = row_always_has_key(masked.keep, facts) or (square and keeps_diagonal(masked.keep, facts))
         value = masked.fill_value
         if keeps and value is not None and -math.inf < value <= VANISHING_FILL:
             spec = replace(spec, score=call("where", masked.keep, masked.live, Const(-math.inf)))

@@ -6,18 +6,25 @@ rewritten and again when the op is lowered; its reasons are what the report show
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from fa_inductor.bounds import Facts
 from fa_inductor.expr import KV_IDX, Q_IDX, Load
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.backward import is_unique
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
+from fa_inductor.templates.sm90 import form
 
 #: Architectures with configurations; a device uses the newest one that is not newer than itself.
 ARCHITECTURES = (80, 90, 100)
 MAX_HEAD_DIM = 512
 #: Program operands that the kernels read, by torch name.
 DTYPES = ("float16", "bfloat16", "float32")
+
+
+NO_FACTS = Facts()
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class Request:
         grad_slots: captures whose gradient is wanted.
         deterministic: whether torch.use_deterministic_algorithms is on.
         backward: whether the backward pass is asked for.
-        keys: seqlen_kv, or the one that a run-time length was traced with; None where it is not known.
+        keys, queries: lengths, or the ones that run-time lengths were traced with; None where not known.
+        facts: what is known of the lengths for certain.
     """
 
     spec: AttentionSpec
@@ -60,6 +68,8 @@ class Request:
     deterministic: bool = False
     backward: bool = False
     keys: int | None = None
+    queries: int | None = None
+    facts: Facts = NO_FACTS
 
 
 def architecture(capability: tuple[int, int]) -> int | None:
@@ -81,9 +91,27 @@ def supports(request: Request) -> Supported | Unsupported:
     general = _general(request)
     if isinstance(general, Unsupported):
         return general
+    if not _not_hopper(request):
+        return Supported(HOPPER)
     if arch >= 90 and request.tma is not False and request.dtype != "float32":
         return Supported(f"sm{arch}-tma")
     return Supported(f"sm{arch}-pointer")
+
+
+#: The name of the Gluon forward kernel for sm_90. The backward of what it computes is the general template's.
+HOPPER = "sm90-gluon"
+
+
+def _not_hopper(request: Request) -> str:
+    """Why the Gluon kernel for Hopper does not run a forward, "" where it does."""
+    if request.capability != (9, 0) or os.environ.get("TRITON_OVERRIDE_ARCH"):
+        return "the device is not sm_90"
+    if request.tma is False:
+        return "strides or addresses are no multiples of 16 bytes"
+    if request.keys is None or request.queries is None:
+        return "lengths are not known"
+    spec = Program.under(request.spec, request.facts, False).spec
+    return form.refusal(spec, request.dtype, request.qk_dim, request.v_dim, request.queries, request.keys)
 
 
 def _general(request: Request) -> Supported | Unsupported:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_inductor.templates.rendering import KernelSource
+from fa_inductor.templates.sm90.launch import GluonConfig
 from fa_inductor.templates.standalone import Known
 
 #: Largest shared memory of one program, bytes (CUDA programming guide, "technical specifications per compute
@@ -39,6 +40,52 @@ class Request:
     pointers: dict[str, str]
     out: str
     known: Known = ()
+
+
+@dataclass(frozen=True)
+class GluonRequest:
+    """The Gluon forward for sm_90: padded head dims, its configuration and what the program has."""
+
+    qk_dim: int
+    v_dim: int
+    config: GluonConfig
+    even: bool = True
+    has_low: bool = False
+    has_high: bool = False
+    softcap: bool = False
+
+
+def compile_gluon(request: GluonRequest) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from fa_inductor.templates.sm90 import launch
+    from fa_inductor.templates.sm90.gluon_forward import flash_forward
+
+    def descriptor(rows: int, dim: int) -> str:
+        block = [1, 1, rows, dim]
+        return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+    c, keys = request.config, request.config.keys
+    signature = {
+        "q_desc": descriptor(64, request.qk_dim), "k_desc": descriptor(keys, request.qk_dim),
+        "v_desc": descriptor(keys, request.v_dim), "o_desc": descriptor(64, request.v_dim),
+        "lse": "*fp32", "counter": "*i32", "scale": "fp32", "cap": "fp32",
+    }  # fmt: skip
+    constants = {
+        **launch.constants(c, request.qk_dim, request.v_dim),
+        "EVEN": request.even, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high, "SOFTCAP": request.softcap,
+        "DEAD_ZERO": False,
+    }  # fmt: skip
+    names = flash_forward.arg_names
+    types = {n: "constexpr" if n in constants else signature.get(n, "i32") for n in names}
+    source = GluonASTSource(
+        fn=flash_forward, signature=types, constexprs={(names.index(n),): x for n, x in constants.items()}, attrs={}
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return report(compiled)
 
 
 def compile_kernel(request: Request) -> dict[str, Any]:
@@ -69,7 +116,13 @@ def compile_kernel(request: Request) -> dict[str, Any]:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": request.kernel.num_warps, "num_stages": request.kernel.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+    return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
+
+
+def report(compiled: Any) -> dict[str, Any]:
+    """Shared and tensor memory, registers, stack and instruction counts of a compiled kernel."""
+    import triton
+
     ptx = compiled.asm["ptx"]
     result: dict[str, Any] = {
         "shared": compiled.metadata.shared,
@@ -89,4 +142,5 @@ def compile_kernel(request: Request) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="fa_inductor_aot_"))
-    print(json.dumps(compile_kernel(pickle.load(sys.stdin.buffer))))
+    asked = pickle.load(sys.stdin.buffer)
+    print(json.dumps(compile_kernel(asked) if hasattr(asked, "kernel") else compile_gluon(asked)))

@@ -22,7 +22,8 @@ from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
-from tests.templates.aot import SHARED_LIMIT, Request
+from fa_inductor.templates.sm90.launch import CONFIGS
+from tests.templates.aot import SHARED_LIMIT, GluonRequest, Request
 from tests.templates.families import BY_NAME
 
 pytest.importorskip("triton")
@@ -49,8 +50,12 @@ def compile_for(arch: int, kernel: KernelSource, element: str = "bf16", **captur
     pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
     pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
     out = "fp32" if kernel.output_rank == 3 else element
-    request = pickle.dumps(Request(kernel, arch, pointers, out))
-    done = subprocess.run([sys.executable, "-m", "tests.templates.aot"], input=request, capture_output=True, timeout=250)
+    return compiled(Request(kernel, arch, pointers, out))
+
+
+def compiled(request: Request | GluonRequest) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.templates.aot"]
+    done = subprocess.run(command, input=pickle.dumps(request), capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return json.loads(done.stdout)
 
@@ -124,3 +129,23 @@ def test_programs(name: str, arch: int) -> None:
             continue
         config = tiles.choose(program, problem, arch, which)[0]
         check(arch, compile_for(arch, render(family.program, problem, which, config, slots), **kinds), config)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((64, 64), {}),
+        ((128, 128), {}),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}),
+        ((128, 64), {"has_high": True}),
+        ((256, 256), {"has_high": True, "even": False}),
+        ((256, 128), {"has_high": True, "has_low": True}),
+    ],
+)
+def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
+    found = compiled(GluonRequest(*dims, CONFIGS[dims[0]], **options))
+    assert found["shared"] <= SHARED_LIMIT[90]
+    assert found["instructions"]["wgmma"] > 0
+    assert found["instructions"]["bulk_load"] > 0
+    assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
+    assert found["stack"] == found["local"] == 0

@@ -1,0 +1,1 @@
+"""Warp-specialised Gluon kernels for Hopper."""

@@ -1,0 +1,367 @@
+"""Flash attention forward for Hopper in Gluon: one producer warp, two or three consumer warpgroups.
+
+A program computes 64 query rows a consumer, of one (batch, query head). The producer warp loads Q once and K and V tile by
+tile through TMA into rings of ``STAGES`` buffers. Each consumer keeps 64 rows of the softmax and the output in registers:
+while the tensor cores multiply P of one key tile with V, it runs the softmax of the next. The consumers take turns in
+issuing their products (``PING_PONG``), so that one computes exponentials while the other's products run.
+
+The program's mask is a band: query q attends to keys ``q + low <= kv <= q + high``, each side optional. Key tiles are
+visited from the last to the first; only the tiles that an end of the band or of the keys crosses are masked.
+
+Units: the softmax runs in base 2, ``scale`` holds log2(e). LSE is the natural logarithm of the denominator, [B, H, M].
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# triton 3.9 renamed the copies.
+tma_load = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
+tma_store = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def tile_of(work, q_len, num_heads, total_heads, SECTION: gl.constexpr, ROWS: gl.constexpr):
+    """(first query row, batch, head): SECTION heads run side by side and share K and V in L2, the longest rows first."""
+    num_tiles = (q_len + ROWS - 1) // ROWS
+    section = work // (num_tiles * SECTION)
+    inside = work - section * (num_tiles * SECTION)
+    width = gl.minimum(SECTION, total_heads - section * SECTION)
+    head = section * SECTION + inside % width
+    return (num_tiles - 1 - inside // width) * ROWS, head // num_heads, head % num_heads
+
+
+@gluon.jit
+def key_tiles(
+    q_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr
+):
+    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked."""
+    q_last = gl.minimum(q_first + ROWS, q_len) - 1
+    first = 0
+    end = (kv_len + KEYS - 1) // KEYS
+    full_first = 0
+    full_end = kv_len // KEYS
+    if HAS_LOW:
+        first = gl.minimum(gl.maximum(q_first + low, 0) // KEYS, end - 1)
+        full_first = (gl.maximum(q_last + low, 0) + KEYS - 1) // KEYS
+    if HAS_HIGH:
+        full_end = gl.minimum(full_end, gl.maximum(q_first + high + 1, 0) // KEYS)
+        end = gl.minimum(end, (gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS)
+    end = gl.maximum(end, first + 1)
+    full_end = gl.minimum(gl.maximum(full_end, first), end)
+    full_first = gl.minimum(gl.maximum(full_first, first), full_end)
+    return first, full_first, full_end, end
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = 64 * CONSUMERS
+    loaded = 0
+    turn = 0
+    total = (q_len + ROWS - 1) // ROWS * total_heads
+    work = gl.program_id(0)
+    while work < total:
+        following = work + gl.num_programs(0)
+        if DYNAMIC:
+            following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            mbarrier.wait(work_empty, (turn & 1) ^ 1)
+            work_smem.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(work_full)
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        kv_head = h // group
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+            tma_load(q_desc, [b, h, q_first + w * 64, 0], q_full.index(w), q_smem.index(w))
+        for j in range(end - first):
+            i = loaded + j
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            n = (end - 1 - j) * KEYS
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma_load(k_desc, [b, kv_head, n, 0], k_full.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
+        loaded += end - first
+        turn += 1
+        work = following
+
+
+@gluon.jit
+def tanh(x):
+    # 1 - 2 / (e^2x + 1): no overflow, exact at both ends.
+    return 1.0 - 2.0 / (gl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@gluon.jit
+def softmax(
+    s, m, denom, scale, cap, row_first, n, kv_len, low, high,
+    EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with)."""
+    if SOFTCAP:
+        s = tanh(s * cap)
+    if EDGE:
+        q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        if HAS_HIGH:
+            s = gl.where(kv_idx[None, :] <= (q_idx + high)[:, None], s, -float("inf"))
+        if HAS_LOW:
+            s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
+        if not EVEN:
+            s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.exp2(m - m_safe)
+    p = gl.exp2(s * scale - m_safe[:, None])
+    return p, m_new, denom * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def step(
+    i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc,
+    scale, cap, row_first, kv_len, low, high,
+    W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns."""
+    stage = i % STAGES
+    before = (i - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    if PING_PONG:
+        mbarrier.wait(turn.index(W), t & 1)
+    zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+    k = k_smem.index(stage).reshape([KEYS, q.shape[1]]).permute((1, 0))
+    s_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    o_token = warpgroup_mma(p, v_smem.index(before).reshape([KEYS, acc.shape[1]]), acc, is_async=True)
+    if PING_PONG:
+        mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    mbarrier.arrive(k_empty.index(stage))
+    p, m, denom, alpha = softmax(
+        s, m, denom, scale, cap, row_first, n, kv_len, low, high,
+        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+    )  # fmt: skip
+    acc = warpgroup_mma_wait(0, deps=[o_token])
+    mbarrier.arrive(v_empty.index(before))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return gl.convert_layout(p.to(q.dtype), P_LAYOUT), m, denom, acc
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+    work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
+    O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROWS: gl.constexpr = 64 * CONSUMERS
+    q = q_smem.index(W).reshape([64, QK_DIM])
+    if OWN_O:
+        o_tile = o_smem.index(W)
+    else:
+        # The queries' buffer is free when the output is ready, and wide enough: V_DIM <= QK_DIM.
+        o_tile = q_smem.index(W)._reinterpret(q_smem.dtype, o_desc.block_type.shape, o_desc.layout)
+    loaded = 0
+    t = 0
+    done = 0
+    total = (q_len + ROWS - 1) // ROWS * total_heads
+    work = gl.program_id(0)
+    while work < total:
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        row_first = q_first + W * 64
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
+
+        mbarrier.wait(q_full.index(W), done & 1)
+        mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
+        zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+        k = k_smem.index(loaded % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(loaded % STAGES))
+        p, m, denom, _alpha = softmax(
+            s, m, denom, scale, cap, row_first, (end - 1) * KEYS, kv_len, low, high,
+            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+        )  # fmt: skip
+        p = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+        if HAS_HIGH or not EVEN:
+            for j in range(1, end - full_end):
+                p, m, denom, acc = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, True, KEYS, STAGES, CONSUMERS,
+                    PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        for j in range(gl.maximum(end - full_end, 1), end - full_first):
+            p, m, denom, acc = step(
+                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, False, KEYS, STAGES, CONSUMERS,
+                PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        if HAS_LOW:
+            for j in range(gl.maximum(end - full_first, 1), end - first):
+                p, m, denom, acc = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, True, KEYS, STAGES, CONSUMERS,
+                    PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        if OWN_O:
+            mbarrier.arrive(q_empty.index(W))
+        if DYNAMIC:
+            mbarrier.wait(work_full, done & 1)
+            work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            mbarrier.arrive(work_empty)
+        else:
+            work += gl.num_programs(0)
+        loaded += end - first
+        t += end - first - 1
+        done += 1
+
+        last = loaded - 1
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        acc = warpgroup_mma(p, v_smem.index(last % STAGES).reshape([KEYS, V_DIM]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(last % STAGES))
+
+        rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+        lse_row = lse + (b * num_heads + h).to(gl.int64) * q_len + rows
+        gl.store(lse_row, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
+        if DEAD_ZERO:
+            denom = gl.where(denom == 0.0, 1.0, denom)
+        acc = acc * gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if OWN_O:
+            tma.store_wait(0)
+        o_tile.reshape([64, V_DIM]).store(acc.to(q.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [b, h, row_first, 0], o_tile)
+        if not OWN_O:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(W))
+    tma.store_wait(0)
+
+
+# One binary serves every length: a length divisible by 16, or 1, is no other kernel.
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_heads", "total_heads", "group"])
+def flash_forward(
+    q_desc, k_desc, v_desc, o_desc, lse, counter, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+):  # fmt: skip
+    """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
+
+    Descriptors over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM], V [1, 1, KEYS, V_DIM], O [1, 1, 64, V_DIM].
+    Launched with at most ceil(q_len / (64 * CONSUMERS)) * total_heads programs of 4 warps, which share the tiles.
+    DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start.
+    OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
+    """
+    QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    V_DIM: gl.constexpr = v_desc.block_type.shape[3]
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    o_smem = gl.allocate_shared_memory(
+        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
+    )
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    work_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    work_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(work_full, count=1)
+    mbarrier.init(work_empty, count=CONSUMERS)
+    fence_async_shared()
+    if PING_PONG:
+        mbarrier.arrive(turn.index(0))
+    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO,
+            )),
+            (consumer, (
+                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO,
+            )),
+            (consumer, (
+                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO,
+            )),
+            (consumer, (
+                2, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+            )),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -1,0 +1,158 @@
+"""The warp-specialised Gluon forward on a Hopper GPU: values, gradients through the general backward, and who chooses it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_inductor import reference
+from fa_inductor.report import collecting
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import select
+from fa_inductor.templates.sm90 import launch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Gluon kernels are for compute capability 9.0")
+
+
+CAUSAL = "kv_idx <= q_idx"
+BOTTOM_RIGHT = "kv_idx <= q_idx + (kv_len - q_len)"
+PROGRAMS = {
+    "plain": "score=score * 0.1",
+    "causal": f"score=where({CAUSAL}, score * 0.1, -inf)",
+    "bottom_right": f"score=where({BOTTOM_RIGHT}, score * 0.1, -inf)",
+    "window": f"score=where(({BOTTOM_RIGHT}) & (kv_idx > q_idx - n0), score * 0.1, -inf)",
+    "band_zero": "score=where((kv_idx <= q_idx + 30) & (kv_idx >= q_idx - 40), score * 0.1, -inf), dead_rows='zero'",
+    "strict_nan": "score=where(kv_idx < q_idx, score * 0.1, -inf)",
+    "softcap": f"score=where({CAUSAL}, tanh(score * 0.02) * 50.0, -inf)",
+}
+#: (batch, query heads, key heads, queries, keys)
+SHAPES = [
+    (1, 2, 1, 1, 1), (2, 4, 2, 63, 129), (1, 3, 3, 300, 300), (2, 2, 1, 129, 1000), (1, 2, 2, 1000, 257), (4, 32, 8, 700, 700)
+]  # fmt: skip
+
+
+def tensors(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    b, hq, hkv, m, n = shape
+    parts = ((m, hq, dims[0]), (n, hkv, dims[0]), (n, hkv, dims[1]))
+    return [torch.randn(b, length, h, d, device="cuda", dtype=dtype).transpose(1, 2) for length, h, d in parts]
+
+
+def check(program: str, shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, sizes: list[int]) -> None:
+    q, k, v = tensors(shape, dims, dtype)
+    out, lse = launch.attention(q, k, v, sizes, program)
+    spec = AttentionSpec.parse(program)
+    want, want_lse = reference.attention(q.double(), k.double(), v.double(), [], sizes, spec)
+    nan = torch.isnan(want)
+    assert torch.equal(torch.isnan(out), nan)
+    eps = 2e-2 if dtype == torch.bfloat16 else 4e-3
+    error = torch.where(nan, 0.0, out.double() - want).abs().max().item()
+    assert error <= eps, error
+    finite = torch.isfinite(want_lse)
+    assert torch.where(finite, lse.double() - want_lse, 0.0).abs().max().item() <= 1e-2
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 72), (128, 128), (128, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values(name: str, dims: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    for i, shape in enumerate(SHAPES):
+        layout = ", layout='bmhd'" if i % 2 else ""
+        check(f"attention({PROGRAMS[name]}{layout})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [100])
+
+
+def test_random_bands() -> None:
+    """Shapes, groups, offsets and windows at random: no wrong value, no NaN, no hang."""
+    random.seed(0)
+    torch.manual_seed(0)
+    for _ in range(200):
+        group, hkv = random.choice([1, 2, 3, 8]), random.choice([1, 2, 5])
+        shape = (random.choice([1, 3]), group * hkv, hkv, random.randint(1, 700), random.randint(1, 900))
+        low, high = random.randint(-900, 300), random.randint(-300, 900)
+        parts = {f"(kv_idx >= q_idx + {low})": random.random() < 0.6, f"(kv_idx <= q_idx + {high})": random.random() < 0.6}
+        keep = " & ".join(p for p, used in parts.items() if used)
+        score = f"where({keep}, score * 0.1, -inf)" if keep else "score * 0.1"
+        dead = random.choice(["nan", "zero"])
+        check(f"attention(score={score}, dead_rows={dead!r})", shape, (128, 128), torch.bfloat16, [])
+
+
+def attend(mask: Callable[[int, int], Tensor] | None, fill: float = -math.inf) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        s = q @ k.transpose(-1, -2) * 0.1
+        if mask is not None:
+            s = s.masked_fill(~mask(q.shape[2], k.shape[2]), fill)
+        return s.softmax(-1) @ v
+
+    return run
+
+
+def causal(m: int, n: int) -> Tensor:
+    return torch.arange(m, device="cuda")[:, None] >= torch.arange(n, device="cuda")[None, :]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("mask", "fill"), [(None, 0.0), (causal, -math.inf), (causal, torch.finfo(torch.bfloat16).min)])
+def test_compiled(mask: Any, fill: float, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    eager = attend(mask, fill)
+    function = torch.compile(eager, backend=_backend(), dynamic=dynamic)
+    for length in (384, 640) if dynamic else (384,):
+        leaves = [t.detach().requires_grad_() for t in tensors((2, 4, 2, length, length), (128, 128), torch.bfloat16)]
+        with collecting() as report:
+            out = function(*leaves)
+        if report.sites:
+            assert [s.template for s in report.fused] == [select.HOPPER]
+        grad = torch.randn_like(out)
+        grads = torch.autograd.grad(out, leaves, grad)
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        true = eager(*exact)
+        true_grads = torch.autograd.grad(true, exact, grad.double())
+        same = eager(*leaves)
+        same_grads = torch.autograd.grad(same, leaves, grad)
+        for ours, other, want in zip([out, *grads], [same, *same_grads], [true, *true_grads], strict=True):
+            limit = 2.0 * (other.double() - want).norm() + 2.0 * torch.finfo(torch.bfloat16).eps * want.norm()
+            assert (ours.double() - want).norm() <= limit
+
+
+def _backend() -> Any:
+    from fa_inductor.backend import fa_inductor
+
+    return fa_inductor
+
+
+def test_dropped_when_it_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that fails is left out with its reason in the log, and the general template gives the values."""
+
+    def fails(*args: Any, **kw: Any) -> Any:
+        raise RuntimeError("forced: out of shared memory")
+
+    monkeypatch.setattr(launch, "forward", fails)
+    torch._dynamo.reset()
+    q, k, v = tensors((1, 2, 2, 384, 384), (128, 128), torch.bfloat16)
+    eager = attend(causal)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        out = torch.compile(eager, backend=_backend())(q, k, v)
+    torch.testing.assert_close(out, eager(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+def test_cuda_graphs() -> None:
+    torch._dynamo.reset()
+    eager = attend(causal)
+    function = torch.compile(eager, backend=_backend(), mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        q, k, v = tensors((2, 4, 4, 512, 512), (128, 128), torch.bfloat16)
+        torch.testing.assert_close(function(q, k, v).clone(), eager(q, k, v), atol=2e-2, rtol=2e-2)

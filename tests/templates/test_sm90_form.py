@@ -1,0 +1,127 @@
+"""Which programs the Gluon kernels take, the numbers they get, and that the choice is the same before and in lowering."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fa_inductor import reference
+from fa_inductor.bounds import Facts
+from fa_inductor.masks import split_mask
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import select
+from fa_inductor.templates.sm90.form import form_of, padded, refusal
+
+CAUSAL = "kv_idx <= q_idx"
+
+
+def spec(score: str, **more: str) -> AttentionSpec:
+    return AttentionSpec.parse(f"attention(score={score}{''.join(f', {k}={v}' for k, v in more.items())})")
+
+
+@pytest.mark.parametrize(
+    ("score", "scale", "softcap", "band"),
+    [
+        ("score * 0.125", 0.125, None, (None, None)),
+        ("score", 1.0, None, (None, None)),
+        (f"where({CAUSAL}, score * 0.125, -inf)", 0.125, None, (None, 0)),
+        ("where(q_idx > kv_idx, score * 0.125, -inf)", 0.125, None, (None, -1)),
+        ("where(kv_idx <= q_idx + (kv_len - q_len), score, -inf)", 1.0, None, (None, 40)),
+        (f"where(({CAUSAL}) & (q_idx - kv_idx < 256), tanh(score * 0.02) * 50.0, -inf)", 50.0, 0.02, (-255, 0)),
+        (f"where(({CAUSAL}) & (q_idx - kv_idx < n1), score, -inf)", 1.0, None, (-8, 0)),
+        ("where((kv_idx >= q_idx - 3) & (kv_idx >= q_idx - 5) & (kv_idx <= q_idx + 2), score, -inf)", 1.0, None, (-3, 2)),
+        ("where(kv_idx <= q_idx + n0, score, -inf)", 1.0, None, (None, 2**30)),
+    ],
+)
+def test_form_and_band(score: str, scale: float, softcap: float | None, band: tuple[int | None, int | None]) -> None:
+    form = form_of(spec(score))
+    assert not isinstance(form, str), form
+    assert (form.scale, form.softcap) == (scale, softcap)
+    assert form.band(100, 140, [2**40, 9]) == band
+    env = reference.Env.full((1, 1, 100, 140), [], [2**40, 9], torch.device("cpu"), torch.float32)
+    kept = split_mask(spec(score).score).keep
+    mask = reference.evaluate(kept, env).broadcast_to(1, 1, 100, 140)[0, 0]
+    distance = torch.arange(140)[None, :] - torch.arange(100)[:, None]
+    low, high = band
+    want = (distance >= (-(2**31) if low is None else low)) & (distance <= (2**31 if high is None else high))
+    assert torch.equal(mask, want)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("score * -0.1", "the logit is"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx]", "captured tensors"),
+        ("score * f0[()]", "captured tensors"),
+        (f"where({CAUSAL}, score, -10000.0)", "masked logits are"),
+        ("where(kv_idx < n0, score, -inf)", "no band"),
+        ("where(kv_idx <= q_idx * 2, score, -inf)", "no band"),
+        (f"where(({CAUSAL}) & (kv_idx // 64 == q_idx // 64), score, -inf)", "no band"),
+        (f"where(({CAUSAL}) | (kv_idx < 4), score, -inf)", "band"),
+        (f"where({CAUSAL}, exp(score), -inf)", "huge"),
+        ("score * 100000.0 + 100000.0", "huge"),
+    ],
+)
+def test_refused_forms(program: str, reason: str) -> None:
+    found = form_of(spec(program))
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_sinks_and_dropout_are_refused() -> None:
+    assert "sinks" in str(form_of(spec("score", sinks="[1.0]")))
+    assert "dropout" in str(form_of(spec("score", dropout="(0.1, 0)")))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "lengths", "reason"),
+    [
+        ("float32", (128, 128), (512, 512), "float32"),
+        ("bfloat16", (100, 128), (512, 512), "16 bytes"),
+        ("bfloat16", (64, 128), (512, 512), "head dims"),
+        ("bfloat16", (512, 512), (512, 512), "head dims"),
+        ("bfloat16", (128, 128), (1, 512), "few"),
+        ("bfloat16", (64, 64), (512, 512), "faster"),
+        ("bfloat16", (128, 128), (512, 512), ""),
+        ("float16", (192, 128), (512, 512), ""),
+        ("float16", (96, 80), (512, 512), ""),
+    ],
+)
+def test_refusals(dtype: str, dims: tuple[int, int], lengths: tuple[int, int], reason: str) -> None:
+    found = refusal(spec(f"where({CAUSAL}, score, -inf)"), dtype, *dims, *lengths)
+    assert (reason in found) if reason else not found
+
+
+def request(score: str, capability: tuple[int, int] = (9, 0), **more: object) -> select.Request:
+    fields = {"queries": 4096, "keys": 4096, **more}
+    return select.Request(spec(score), "bfloat16", 128, 128, capability, **fields)  # type: ignore[arg-type]
+
+
+def template(asked: select.Request) -> str:
+    answer = select.supports(asked)
+    assert isinstance(answer, select.Supported)
+    return answer.template
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal = f"where({CAUSAL}, score, -inf)"
+    assert template(request(causal)) == select.HOPPER
+    assert template(request(causal, tma=False)) == "sm90-pointer"
+    assert template(request(causal, (8, 0))) == "sm80-pointer"
+    assert template(request(causal, (10, 0))) == "sm100-tma"
+    assert template(request(causal, queries=None)) == "sm90-tma"
+    # A finite fill vanishes where every row is proven to keep a key.
+    assert template(request(f"where({CAUSAL}, score, -1e9)")) == select.HOPPER
+    assert template(request("where(kv_idx <= q_idx - n0, score, -1e9)")) == "sm90-tma"
+    bottom_right = "where(kv_idx <= q_idx + (kv_len - q_len), score, -1e9)"
+    assert template(request(bottom_right)) == "sm90-tma"
+    assert template(request(bottom_right, facts=Facts(4096, 4096))) == select.HOPPER
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
+    assert template(request(causal)) == "sm90-tma"
+
+
+def test_padded() -> None:
+    assert [padded(d) for d in (1, 64, 65, 96, 128, 192, 256, 257)] == [64, 64, 128, 128, 128, 256, 256, 512]
+    assert math.log2(padded(200)).is_integer()
