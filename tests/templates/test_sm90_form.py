@@ -78,15 +78,15 @@ def test_sinks_and_dropout_are_refused() -> None:
 @pytest.mark.parametrize(
     ("dtype", "dims", "lengths", "reason"),
     [
-        ("float32", (128, 128), (512, 512), "float32"),
-        ("bfloat16", (100, 128), (512, 512), "16 bytes"),
-        ("bfloat16", (64, 128), (512, 512), "head dims"),
-        ("bfloat16", (512, 512), (512, 512), "head dims"),
-        ("bfloat16", (128, 128), (1, 512), "few"),
-        ("bfloat16", (64, 64), (512, 512), "faster"),
-        ("bfloat16", (128, 128), (512, 512), ""),
-        ("float16", (192, 128), (512, 512), ""),
-        ("float16", (96, 80), (512, 512), ""),
+        ("float32", (128, 128), (4096, 4096), "float32"),
+        ("bfloat16", (100, 128), (4096, 4096), "16 bytes"),
+        ("bfloat16", (64, 128), (4096, 4096), "head dims"),
+        ("bfloat16", (4096, 4096), (4096, 4096), "head dims"),
+        ("bfloat16", (128, 128), (1, 4096), "few"),
+        ("bfloat16", (64, 64), (4096, 4096), "faster"),
+        ("bfloat16", (128, 128), (4096, 4096), ""),
+        ("float16", (192, 128), (4096, 4096), ""),
+        ("float16", (96, 80), (4096, 4096), ""),
     ],
 )
 def test_refusals(dtype: str, dims: tuple[int, int], lengths: tuple[int, int], reason: str) -> None:
