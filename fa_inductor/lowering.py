@@ -154,10 +154,8 @@ def _request(o: Operands, problem: Problem, **more: Any) -> select.Request:
 
     capability = torch.cuda.get_device_capability(o.q.get_device())
     dtype = str(o.q.get_dtype()).removeprefix("torch.")
-    _, _, _, rows, cols = o.extents
     return select.Request(
-        o.spec, dtype, problem.qk_dim, problem.v_dim, capability, problem.tma, keys=hint(cols), queries=hint(rows),
-        facts=Facts(problem.rows, problem.cols, problem.sizes), **more,
+        o.spec, dtype, problem.qk_dim, problem.v_dim, capability, problem.tma, **more
     )  # fmt: skip
 
 
@@ -242,7 +240,9 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     spec = AttentionSpec.parse(program)
     o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [])
     problem = problem_of(o)
-    request = _request(o, problem)
+    batch, heads, kv_heads, rows, cols = o.extents
+    facts = Facts(problem.rows, problem.cols, problem.sizes)
+    request = _request(o, problem, keys=hint(cols), queries=hint(rows), facts=facts)
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention, args, answer.reason)
@@ -251,7 +251,6 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
         return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
     arch = select.architecture(request.capability)
     assert arch is not None
-    batch, heads, kv_heads, rows, _ = o.extents
     out_size = [batch, heads, rows, o.v.get_size()[3]]
     lse = _empty(o.q, [batch, heads, rows], None, torch.float32)
 
