@@ -160,7 +160,7 @@ def _request(o: Operands, problem: Problem, **more: Any) -> select.Request:
 
 
 def _hopper_runs(o: Operands, problem: Problem) -> bool:
-    """Launch the Gluon kernel once on a few rows of zeros, so that one that does not compile is left out."""
+    """Launch the Gluon kernel once on few rows of zeros, so that one that does not compile is left out."""
     import torch
     from torch._inductor.virtualized import V
     from torch.utils._python_dispatch import _disable_current_modes
@@ -172,9 +172,11 @@ def _hopper_runs(o: Operands, problem: Problem) -> bool:
 
     try:
         with _disable_current_modes(), torch.no_grad():
+            # As many keys as make it the kernel that will run: whether tiles end with the keys is compiled in.
+            rows = 128 if problem.even_kv else 1
             dims = (problem.qk_dim, problem.v_dim)
-            q, v = (torch.zeros(1, 1, 1, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
-            launch.attention(q, q, v, [1] * len(o.sizes), Program.of(o.spec, problem).spec.program)
+            k, v = (torch.zeros(1, 1, rows, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
+            launch.attention(k, k, v, [1] * len(o.sizes), Program.of(o.spec, problem).spec.program)
     except Exception as e:
         log.warning("%s dropped: %s: %s", select.HOPPER, type(e).__name__, e)
         return False
@@ -242,7 +244,7 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     problem = problem_of(o)
     batch, heads, kv_heads, rows, cols = o.extents
     facts = Facts(problem.rows, problem.cols, problem.sizes)
-    request = _request(o, problem, keys=hint(cols), queries=hint(rows), facts=facts)
+    request = _request(o, problem, keys=hint(cols), queries=hint(rows), heads=hint(batch * heads), facts=facts)
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention, args, answer.reason)

@@ -130,6 +130,7 @@ def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
         backward=any(grads),
         keys=size_hint(match, lengths[1]),
         queries=size_hint(match, lengths[0]),
+        heads=size_hint(match, match.extent((*match.groups["batch"], *match.groups["heads"]))),
         facts=Facts(rows, cols),
     )
     answer = select.supports(request)

@@ -54,7 +54,8 @@ class Request:
         grad_slots: captures whose gradient is wanted.
         deterministic: whether torch.use_deterministic_algorithms is on.
         backward: whether the backward pass is asked for.
-        keys, queries: lengths, or the ones that run-time lengths were traced with; None where not known.
+        keys, queries, heads: lengths and batch size times query heads, or the ones that run-time sizes were traced with;
+            None where not known.
         facts: what is known of the lengths for certain.
     """
 
@@ -69,6 +70,7 @@ class Request:
     backward: bool = False
     keys: int | None = None
     queries: int | None = None
+    heads: int | None = None
     facts: Facts = NO_FACTS
 
 
@@ -108,10 +110,11 @@ def _not_hopper(request: Request) -> str:
         return "the device is not sm_90"
     if request.tma is False:
         return "strides or addresses are no multiples of 16 bytes"
-    if request.keys is None or request.queries is None:
-        return "lengths are not known"
+    queries, keys, heads = request.queries, request.keys, request.heads
+    if queries is None or keys is None or heads is None:
+        return "sizes are not known"
     spec = Program.under(request.spec, request.facts, False).spec
-    return form.refusal(spec, request.dtype, request.qk_dim, request.v_dim, request.queries, request.keys)
+    return form.refusal(spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
 
 
 def _general(request: Request) -> Supported | Unsupported:

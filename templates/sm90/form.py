@@ -17,10 +17,15 @@ from fa_inductor.masks import split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import may_be_huge, pull_scale
 
-#: Fewest queries and keys that the kernel takes. It is launched from Python, which costs host time that short attentions do not
-#: hide: at S = 512 a call took 0.195 ms (causal 0.188), the general kernel 0.181 (0.140), on an H200; at S = 2048, causal, 0.286
-#: against 0.340.
-FEWEST = 2048
+#: Fewest queries and keys that the kernel takes.
+FEWEST = 256
+#: Least work of one call, FLOPs of the scores that the mask keeps and of one tile of keys a row more. The kernel is launched
+#: from Python, which takes 0.04 ms, so what runs for less than about 0.1 ms is left to the general kernel. On an H200, 16384
+#: tokens, hidden size 2048, ms of the general and of this kernel alone: D128 S256 0.116 and 0.088 (5.2e10), S512 causal 0.144
+#: and 0.123 (5.2e10), S512 0.188 and 0.139; of 16 heads and one batch, S2048 0.069 and 0.056 (3.7e10), S4096 causal 0.156 and
+#: 0.127 (7.3e10).
+LEAST_WORK = 5e10
+_TILE = 128
 #: Beyond this an end of the band is beyond every key; it keeps the sums of the kernel within int32.
 _FAR = 2**30
 
@@ -49,6 +54,17 @@ class Form:
 
         lows, highs = [value(x) for x in self.lows], [value(x) for x in self.highs]
         return max(lows, default=None), min(highs, default=None)
+
+    def kept(self, queries: int, keys: int) -> float:
+        """About how many scores the mask keeps; an end that depends on n0, n1, ... counts as open."""
+        known = {Q_LEN, KV_LEN}
+        fixed = [tuple(end for end in ends if known.issuperset(end.terms)) for ends in (self.lows, self.highs)]
+        low, high = Form(self.scale, self.softcap, *fixed).band(queries, keys, ())
+        low, high = -_FAR if low is None else low, _FAR if high is None else high
+        rows = min(queries, 64)
+        middles = [(2 * i + 1) * queries // (2 * rows) for i in range(rows)]
+        counts = (min(q + high, keys - 1) - max(q + low, 0) + 1 for q in middles)
+        return sum(max(c, 0) for c in counts) * queries / rows
 
 
 @lru_cache(maxsize=512)
@@ -89,11 +105,11 @@ def padded(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
-def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int) -> str:
+def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int) -> str:
     """Why the kernels do not take an attention, "" where they do.
 
     Args:
-        dtype: torch's name. queries, keys: lengths, or the ones at hand for run-time lengths.
+        dtype: torch's name. queries, keys: lengths, heads: batch size times query heads; of run-time sizes the ones at hand.
     """
     if dtype not in ("bfloat16", "float16"):
         return f"operands are {dtype}"
@@ -106,6 +122,9 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
     form = form_of(spec)
     if isinstance(form, str):
         return form
+    work = 2.0 * (qk_dim + v_dim) * heads * (form.kept(queries, keys) + _TILE * queries)
+    if work < LEAST_WORK:
+        return f"{work / 1e9:.1f} GFLOP do not hide the launch from Python"
     if padded(qk_dim) == 64 and (form.lows or form.highs):
         # 373 TFLOP/s against 429 for a causal mask over 4096 keys on an H200.
         return "the general kernel is faster for masked scores at head dims up to 64"

@@ -77,12 +77,6 @@ def producer(
     total = (q_len + ROWS - 1) // ROWS * total_heads
     work = gl.program_id(0)
     while work < total:
-        following = work + gl.num_programs(0)
-        if DYNAMIC:
-            following = gl.atomic_add(counter, 1) + gl.num_programs(0)
-            mbarrier.wait(work_empty, (turn & 1) ^ 1)
-            work_smem.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(work_full)
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
         first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
         kv_head = h // group
@@ -101,9 +95,17 @@ def producer(
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
+        if DYNAMIC:
+            # After the loads: they need not wait for the counter, whose answer takes as long as a load. Not below zero: where
+            # each tile has a program, the counter is memory that nobody has set.
+            work = gl.maximum(gl.atomic_add(counter, 1), 0) + gl.num_programs(0)
+            mbarrier.wait(work_empty, (turn & 1) ^ 1)
+            work_smem.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(work_full)
+        else:
+            work += gl.num_programs(0)
         loaded += end - first
         turn += 1
-        work = following
 
 
 @gluon.jit
@@ -281,7 +283,7 @@ def flash_forward(
 
     Descriptors over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM], V [1, 1, KEYS, V_DIM], O [1, 1, 64, V_DIM].
     Launched with at most ceil(q_len / (64 * CONSUMERS)) * total_heads programs of 4 warps, which share the tiles.
-    DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start.
+    DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start; with a program a tile, any number.
     OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]

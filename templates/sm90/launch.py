@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.sm90.form import form_of, padded
+from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher
 
 #: Query rows of one consumer warpgroup.
 CONSUMER_ROWS = 64
@@ -41,18 +43,6 @@ class GluonConfig:
     section: int = 8
     ping_pong: bool = True
     schedule: str = "dynamic"
-
-
-def _descriptor(t: Tensor, rows: int, dim: int) -> Any:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [1, 1, rows, dim]
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    # A dimension of one element may have any stride; TMA wants multiples of 16 bytes.
-    strides = [s if n > 1 else 8 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], block, layout)
 
 
 #: By padded head dim of queries and keys. Forward, TFLOP/s on an H200 (torch 2.11, triton 3.6, bf16, 16384 tokens, hidden
@@ -86,77 +76,120 @@ def constants(config: GluonConfig, d_pad: int, v_pad: int) -> dict[str, Any]:
     }
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: GluonConfig,
-    *,
-    scale: float,
-    low: int | None = None,
-    high: int | None = None,
-    softcap: float | None = None,
-    layout: str = "bhmd",
-    dead_zero: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [B, Hq, M, Dqk], k [B, Hkv, N, Dqk], v [B, Hkv, N, Dv], bf16 or fp16 on one Hopper GPU.
+class Forward:
+    """The forward kernel prepared for operands of given shapes, strides, dtype and device; called with such operands.
 
     Args:
+        q: [B, Hq, M, Dqk]; k: [B, Hkv, N, Dqk]; v: [B, Hkv, N, Dv], bf16 or fp16 on one Hopper GPU.
         scale: factor of the logits. low, high: query m attends to keys m + low .. m + high; None for no limit.
         softcap: scores become ``tanh(score * softcap)`` before ``scale``.
         layout: memory order of out. dead_zero: rows without keys give 0, not NaN.
     """
-    from fa_inductor.templates.sm90.gluon_forward import flash_forward
 
-    b, hq, m, d = q.shape
-    hkv, n, dv = k.shape[1], k.shape[2], v.shape[3]
-    shape = (b, m, hq, dv) if layout == "bmhd" else (b, hq, m, dv)
-    out = q.new_empty(shape)
-    out = out.transpose(1, 2) if layout == "bmhd" else out
-    lse = q.new_empty((b, hq, m), dtype=torch.float32)
-    d_pad, v_pad = padded(d), padded(dv)
-    tiles = -(-m // (CONSUMER_ROWS * config.consumers))
-    dynamic = config.schedule == "dynamic"
-    programs = tiles * b * hq
-    if config.schedule != "tile":
-        programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    flash_forward[(programs,)](
-        _descriptor(q, CONSUMER_ROWS, d_pad),
-        _descriptor(k, config.keys, d_pad),
-        _descriptor(v, config.keys, v_pad),
-        _descriptor(out, CONSUMER_ROWS, v_pad),
-        lse,
-        (torch.zeros if dynamic else torch.empty)(1, dtype=torch.int32, device=q.device),
-        scale * math.log2(math.e),
-        softcap or 0.0,
-        m,
-        n,
-        0 if low is None else low,
-        0 if high is None else high,
-        hq,
-        b * hq,
-        hq // hkv,
-        **constants(config, d_pad, v_pad),
-        EVEN=n % config.keys == 0,
-        HAS_LOW=low is not None,
-        HAS_HIGH=high is not None,
-        SOFTCAP=softcap is not None,
-        DEAD_ZERO=dead_zero,
-        num_warps=4,
-    )
-    return out, lse
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: GluonConfig,
+        *,
+        scale: float,
+        low: int | None = None,
+        high: int | None = None,
+        softcap: float | None = None,
+        layout: str = "bhmd",
+        dead_zero: bool = False,
+    ) -> None:
+        from fa_inductor.templates.sm90.gluon_forward import flash_forward
+
+        b, hq, m, d = q.shape
+        hkv, n, dv = k.shape[1], k.shape[2], v.shape[3]
+        d_pad, v_pad = padded(d), padded(dv)
+        self.device, self.device_index, self.dtype = q.device, q.get_device(), q.dtype
+        self.out_size, self.lse_size = (b, hq, m, dv), (b, hq, m)
+        self.out_stride = (m * hq * dv, dv, hq * dv, 1) if layout == "bmhd" else (hq * m * dv, m * dv, dv, 1)
+        out = torch.empty_strided(self.out_size, self.out_stride, dtype=q.dtype, device="meta")
+        self.forms = [
+            DescriptorForm(q, CONSUMER_ROWS, d_pad),
+            DescriptorForm(k, config.keys, d_pad),
+            DescriptorForm(v, config.keys, v_pad),
+            DescriptorForm(out, CONSUMER_ROWS, v_pad),
+        ]
+        tiles = -(-m // (CONSUMER_ROWS * config.consumers)) * b * hq
+        programs = tiles if config.schedule == "tile" else min(tiles, _processors(self.device_index))
+        # With a program for each tile, the counter's value does not matter.
+        self.make_counter = torch.zeros if config.schedule == "dynamic" and programs < tiles else torch.empty
+        self.numbers = (
+            scale * math.log2(math.e),
+            softcap or 0.0,
+            m,
+            n,
+            0 if low is None else low,
+            0 if high is None else high,
+            hq,
+            b * hq,
+            hq // hkv,
+        )
+        flags = {
+            "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
+            "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero,
+        }  # fmt: skip
+        self.launcher = Launcher(flash_forward, programs, {**constants(config, d_pad, v_pad), **flags})
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out [B, Hq, M, Dv] in the layout's order, lse [B, Hq, M] float32)."""
+        if torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self(q, k, v)
+        out = torch.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
+        lse = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
+        # One a call: launches on several streams, and graphs that are replayed side by side, may share none.
+        counter = self.make_counter(1, dtype=torch.int32, device=self.device)
+        q_form, k_form, v_form, o_form = self.forms
+        descriptors = q_form.of(q), k_form.of(k), v_form.of(v), o_form.of(out)
+        self.launcher(self.device_index, *descriptors, lse, counter, *self.numbers)
+        return out, lse
+
+
+@lru_cache(maxsize=64)
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, config: GluonConfig, **form: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call, with the arguments of :class:`Forward`."""
+    return Forward(q, k, v, config, **form)(q, k, v)
+
+
+#: Prepared kernels by program, sizes and what a tensor's metadata says of the operands.
+_PREPARED: dict[tuple[Any, ...], Forward] = {}
+_MOST_PREPARED = 1024
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles."""
+    # TMA reads rows of 16-byte multiples from 16-byte aligned addresses; compiled code passes nothing else.
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k, v))
+    key = (
+        program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
+    )  # fmt: skip
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
+            _PREPARED.clear()
+        prepared = _PREPARED[key] = prepare(q, k, v, sizes, program)
+    return prepared(q, k, v)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> Forward:
+    """The kernel of a program with its default tiles; raises ValueError for a program without a form."""
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
     if isinstance(form, str):
         raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
     low, high = form.band(q.shape[2], k.shape[2], sizes)
-    # TMA reads rows of 16-byte multiples from 16-byte aligned addresses; compiled code passes nothing else.
-    q, k, v = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k, v))
-    return forward(
+    return Forward(
         q, k, v, CONFIGS[padded(q.shape[3])], scale=form.scale, low=low, high=high, softcap=form.softcap,
         layout=spec.layout, dead_zero=spec.dead_rows == "zero",
     )  # fmt: skip

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "FEWEST", 1)  # short sequences test the same code
+    monkeypatch.setattr(form, "FEWEST", 1)  # short sequences and little work test the same code
+    monkeypatch.setattr(form, "LEAST_WORK", 0.0)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Gluon kernels are for compute capability 9.0")
 
@@ -51,17 +52,19 @@ def tensors(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) -
 
 
 def check(program: str, shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, sizes: list[int]) -> None:
-    q, k, v = tensors(shape, dims, dtype)
-    out, lse = launch.attention(q, k, v, sizes, program)
+    """Two calls: the second goes past the jit to the compiled kernel."""
     spec = AttentionSpec.parse(program)
-    want, want_lse = reference.attention(q.double(), k.double(), v.double(), [], sizes, spec)
-    nan = torch.isnan(want)
-    assert torch.equal(torch.isnan(out), nan)
-    eps = 2e-2 if dtype == torch.bfloat16 else 4e-3
-    error = torch.where(nan, 0.0, out.double() - want).abs().max().item()
-    assert error <= eps, error
-    finite = torch.isfinite(want_lse)
-    assert torch.where(finite, lse.double() - want_lse, 0.0).abs().max().item() <= 1e-2
+    for _ in range(2):
+        q, k, v = tensors(shape, dims, dtype)
+        out, lse = launch.attention(q, k, v, sizes, program)
+        want, want_lse = reference.attention(q.double(), k.double(), v.double(), [], sizes, spec)
+        nan = torch.isnan(want)
+        assert torch.equal(torch.isnan(out), nan)
+        eps = 2e-2 if dtype == torch.bfloat16 else 4e-3
+        error = torch.where(nan, 0.0, out.double() - want).abs().max().item()
+        assert error <= eps, error
+        finite = torch.isfinite(want_lse)
+        assert torch.where(finite, lse.double() - want_lse, 0.0).abs().max().item() <= 1e-2
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (80, 72), (128, 128), (128, 64), (192, 128), (256, 256)])
@@ -143,7 +146,7 @@ def test_dropped_when_it_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> Non
     def fails(*args: Any, **kw: Any) -> Any:
         raise RuntimeError("forced: out of shared memory")
 
-    monkeypatch.setattr(launch, "forward", fails)
+    monkeypatch.setattr(launch, "attention", fails)
     torch._dynamo.reset()
     q, k, v = tensors((1, 2, 2, 384, 384), (128, 128), torch.bfloat16)
     eager = attend(causal)
@@ -160,3 +163,42 @@ def test_cuda_graphs() -> None:
         torch.manual_seed(seed)
         q, k, v = tensors((2, 4, 4, 512, 512), (128, 128), torch.bfloat16)
         torch.testing.assert_close(function(q, k, v).clone(), eager(q, k, v), atol=5e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal"])
+@pytest.mark.parametrize("heads", [1, 16])
+def test_launches_side_by_side(name: str, heads: int) -> None:
+    """Of one prepared kernel: on several streams at once, and graphs replayed at once; more and fewer tiles than processors."""
+    torch.manual_seed(0)
+    program = f"attention({PROGRAMS[name]})"
+    inputs = [tensors((4, heads, heads, 512, 512), (128, 128), torch.bfloat16) for _ in range(4)]
+    want = [launch.attention(*x, [], program) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in inputs]
+    for _ in range(20):
+        for x, stream, results in zip(inputs, streams, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(launch.attention(*x, [], program))
+    torch.cuda.synchronize()
+    graphs, graphed = [torch.cuda.CUDAGraph() for _ in inputs], []
+    for x, graph in zip(inputs, graphs, strict=True):
+        with torch.cuda.graph(graph):
+            graphed.append(launch.attention(*x, [], program))
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for (out, lse), results, last in zip(want, found, graphed, strict=True):
+        for other, other_lse in [*results, last]:
+            assert torch.equal(out, other)
+            assert torch.equal(lse, other_lse)
+
+
+def test_unaligned_addresses() -> None:
+    q, k, v = tensors((1, 2, 2, 200, 200), (128, 128), torch.bfloat16)
+    shifted = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")[1:].view(k.transpose(1, 2).shape).transpose(1, 2)
+    shifted.copy_(k)
+    program = f"attention({PROGRAMS['causal']})"
+    assert torch.equal(launch.attention(q, shifted, v, [], program)[0], launch.attention(q, k, v, [], program)[0])

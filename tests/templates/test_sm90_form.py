@@ -70,32 +70,52 @@ def test_refused_forms(program: str, reason: str) -> None:
     assert reason in found
 
 
+@pytest.mark.parametrize(
+    ("score", "queries", "keys", "share"),
+    [
+        ("score", 100, 300, 1.0),
+        (f"where({CAUSAL}, score, -inf)", 512, 512, 0.5),
+        ("where(kv_idx <= q_idx + (kv_len - q_len), score, -inf)", 1, 512, 1.0),
+        (f"where(({CAUSAL}) & (kv_idx > q_idx - 100), score, -inf)", 10000, 10000, 0.01),
+        (f"where(({CAUSAL}) & (kv_idx > q_idx - n0), score, -inf)", 512, 512, 0.5),
+        ("where(kv_idx > q_idx + kv_len, score, -inf)", 512, 512, 0.0),
+    ],
+)
+def test_kept_scores(score: str, queries: int, keys: int, share: float) -> None:
+    form = form_of(spec(score))
+    assert not isinstance(form, str)
+    assert form.kept(queries, keys) == pytest.approx(share * queries * keys, rel=0.02)
+
+
 def test_sinks_and_dropout_are_refused() -> None:
     assert "sinks" in str(form_of(spec("score", sinks="[1.0]")))
     assert "dropout" in str(form_of(spec("score", dropout="(0.1, 0)")))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dims", "lengths", "reason"),
+    ("dtype", "dims", "sizes", "reason"),
     [
-        ("float32", (128, 128), (4096, 4096), "float32"),
-        ("bfloat16", (100, 128), (4096, 4096), "16 bytes"),
-        ("bfloat16", (64, 128), (4096, 4096), "head dims"),
-        ("bfloat16", (4096, 4096), (4096, 4096), "head dims"),
-        ("bfloat16", (128, 128), (1, 4096), "few"),
-        ("bfloat16", (64, 64), (4096, 4096), "faster"),
-        ("bfloat16", (128, 128), (4096, 4096), ""),
-        ("float16", (192, 128), (4096, 4096), ""),
-        ("float16", (96, 80), (4096, 4096), ""),
+        ("float32", (128, 128), (4096, 4096, 64), "float32"),
+        ("bfloat16", (100, 128), (4096, 4096, 64), "16 bytes"),
+        ("bfloat16", (64, 128), (4096, 4096, 64), "head dims"),
+        ("bfloat16", (4096, 4096), (4096, 4096, 64), "head dims"),
+        ("bfloat16", (128, 128), (1, 4096, 64), "few"),
+        ("bfloat16", (64, 64), (4096, 4096, 64), "faster"),
+        ("bfloat16", (128, 128), (4096, 4096, 64), ""),
+        ("float16", (192, 128), (4096, 4096, 64), ""),
+        ("float16", (96, 80), (4096, 4096, 64), ""),
+        ("bfloat16", (128, 128), (512, 512, 512), ""),
+        ("bfloat16", (128, 128), (512, 512, 64), "GFLOP"),
+        ("bfloat16", (128, 128), (1024, 1024, 16), "GFLOP"),
     ],
 )
-def test_refusals(dtype: str, dims: tuple[int, int], lengths: tuple[int, int], reason: str) -> None:
-    found = refusal(spec(f"where({CAUSAL}, score, -inf)"), dtype, *dims, *lengths)
+def test_refusals(dtype: str, dims: tuple[int, int], sizes: tuple[int, int, int], reason: str) -> None:
+    found = refusal(spec(f"where({CAUSAL}, score, -inf)"), dtype, *dims, *sizes)
     assert (reason in found) if reason else not found
 
 
 def request(score: str, capability: tuple[int, int] = (9, 0), **more: object) -> select.Request:
-    fields = {"queries": 4096, "keys": 4096, **more}
+    fields = {"queries": 4096, "keys": 4096, "heads": 64, **more}
     return select.Request(spec(score), "bfloat16", 128, 128, capability, **fields)  # type: ignore[arg-type]
 
 
@@ -111,7 +131,9 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert template(request(causal, tma=False)) == "sm90-pointer"
     assert template(request(causal, (8, 0))) == "sm80-pointer"
     assert template(request(causal, (10, 0))) == "sm100-tma"
-    assert template(request(causal, queries=None)) == "sm90-tma"
+    assert template(request(causal, queries=None)) == template(request(causal, heads=None)) == "sm90-tma"
+    assert template(request(causal, heads=1)) == "sm90-tma"
+    assert template(request(f"where(({CAUSAL}) & (kv_idx > q_idx - 64), score, -inf)")) == "sm90-tma"
     # A finite fill vanishes where every row is proven to keep a key.
     assert template(request(f"where({CAUSAL}, score, -1e9)")) == select.HOPPER
     assert template(request("where(kv_idx <= q_idx - n0, score, -1e9)")) == "sm90-tma"
