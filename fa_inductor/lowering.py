@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -159,7 +159,7 @@ def _request(o: Operands, problem: Problem, **more: Any) -> select.Request:
     )  # fmt: skip
 
 
-def _hopper_runs(o: Operands, problem: Problem) -> bool:
+def _hopper_runs(o: Operands, problem: Problem, backward: bool = False) -> bool:
     """Launch the Gluon kernel once on few rows of zeros, so that one that does not compile is left out."""
     import torch
     from torch._inductor.virtualized import V
@@ -168,7 +168,7 @@ def _hopper_runs(o: Operands, problem: Problem) -> bool:
     if V.graph.cpp_wrapper:
         log.info("%s is launched from Python, which a C++ wrapper does not call", select.HOPPER)
         return False
-    from fa_inductor.templates.sm90 import launch
+    from fa_inductor.templates.sm90 import backward_launch, launch
 
     try:
         with _disable_current_modes(), torch.no_grad():
@@ -176,11 +176,24 @@ def _hopper_runs(o: Operands, problem: Problem) -> bool:
             rows = 128 if problem.even_kv else 1
             dims = (problem.qk_dim, problem.v_dim)
             k, v = (torch.zeros(1, 1, rows, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
-            launch.attention(k, k, v, [1] * len(o.sizes), Program.of(o.spec, problem).spec.program)
+            sizes, program = [1] * len(o.sizes), Program.of(o.spec, problem).spec.program
+            if backward:
+                lse = v.new_zeros((1, 1, rows), dtype=torch.float32)
+                backward_launch.attention_backward(v, k, k, v, v, lse, sizes, program)
+            else:
+                launch.attention(k, k, v, sizes, program)
     except Exception as e:
         log.warning("%s dropped: %s: %s", select.HOPPER, type(e).__name__, e)
         return False
     return True
+
+
+def _hopper_backward(o: Operands, problem: Problem, request: select.Request) -> bool:
+    """Whether the Gluon kernel computes the gradients."""
+    batch, heads, _, rows, cols = o.extents
+    facts = Facts(problem.rows, problem.cols, problem.sizes)
+    asked = replace(request, keys=hint(cols), queries=hint(rows), heads=hint(batch * heads), facts=facts)
+    return not select.not_hopper(asked) and _hopper_runs(o, problem, backward=True)
 
 
 def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> str:
@@ -304,6 +317,10 @@ def _lower_backward(
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention_backward, args, answer.reason)
+    if _hopper_backward(o, problem, request):
+        program = Program.of(spec, problem).spec.program
+        operands = (do, o.q, o.k, o.v, realised(out), realised(lse), o.sizes, program)
+        return list(_fallback(ops.hopper_attention_backward, operands, f"{select.HOPPER} was chosen"))
     arch = select.architecture(request.capability)
     assert arch is not None
     grads = _backward_kernels(o, do, out, realised(lse), problem, arch, slots, needs_grad)

@@ -10,7 +10,8 @@ the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and 
 
 ``plain_attention`` is what a compiled graph calls in place of ``flash_attention`` for a program without masks, bias or
 captures on CPU: the same results, without the layers of dispatch that autograd and ambient modes need.
-``hopper_attention`` is the same for the forms of :mod:`fa_inductor.templates.sm90.form` on Hopper GPUs.
+``hopper_attention`` and ``hopper_attention_backward`` are the same for the forms of
+:mod:`fa_inductor.templates.sm90.form` on Hopper GPUs.
 
 ``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default
 generator. It is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the
@@ -55,12 +56,18 @@ _LIB.define(
 _LIB.define(
     "hopper_attention(Tensor q, Tensor k, Tensor v, SymInt[] sizes, str program) -> (Tensor out, Tensor lse)", tags=_TAGS
 )
+_LIB.define(
+    "hopper_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, SymInt[] sizes,"
+    " str program) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=_TAGS,
+)
 _LIB.define("plain_attention(Tensor q, Tensor k, Tensor v, str program) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _LIB.define("dropout_seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 flash_attention = torch.ops.fa_inductor.flash_attention.default
 flash_attention_backward = torch.ops.fa_inductor.flash_attention_backward.default
 hopper_attention = torch.ops.fa_inductor.hopper_attention.default
+hopper_attention_backward = torch.ops.fa_inductor.hopper_attention_backward.default
 plain_attention = torch.ops.fa_inductor.plain_attention.default
 dropout_seed = torch.ops.fa_inductor.dropout_seed.default
 
@@ -253,6 +260,26 @@ def _flash_attention_backward_fake(
     return result
 
 
+def _hopper_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: list[int], program: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        dq, dk, dv = _flash_attention_backward(
+            grad_out, q, k, v, out, lse, [], sizes, program, "reference", [True, True, True]
+        )
+        return dq, dk, dv
+    from fa_inductor.templates.sm90.backward_launch import attention_backward
+
+    return attention_backward(grad_out, q, k, v, out, lse, sizes, program)
+
+
+def _hopper_attention_backward_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: list[int], program: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = check_operands(q, k, v, [], sizes, program, "triton").layout
+    return _empty(q, q.shape, layout), _empty(k, k.shape, layout), _empty(v, v.shape, layout)
+
+
 # ----------------------------------------------------------------------------------------------------------- autograd
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, captures, sizes, program, kernel = inputs
@@ -291,10 +318,12 @@ def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
 # ------------------------------------------------------------------------------------------------------- registration
 _LIB.impl("flash_attention", _flash_attention, "CompositeExplicitAutograd")
 _LIB.impl("hopper_attention", _hopper_attention, "CUDA")
+_LIB.impl("hopper_attention_backward", _hopper_attention_backward, "CUDA")
 _LIB.impl("plain_attention", _plain_attention, "CPU")
 _LIB.impl("flash_attention_backward", _flash_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(flash_attention, _flash_attention_fake, lib=_LIB)
 torch.library.register_fake(hopper_attention, _hopper_attention_fake, lib=_LIB)
+torch.library.register_fake(hopper_attention_backward, _hopper_attention_backward_fake, lib=_LIB)
 torch.library.register_fake(plain_attention, _plain_attention_fake, lib=_LIB)
 torch.library.register_fake(flash_attention_backward, _flash_attention_backward_fake, lib=_LIB)
 torch.library.register_autograd(flash_attention, _backward, setup_context=_setup_context, lib=_LIB)
@@ -325,7 +354,10 @@ def _forward_flops(
     return _products(q, k) * (q[3] + v[3])
 
 
-@register_flop_formula(torch.ops.fa_inductor.flash_attention_backward)
+_BACKWARDS = ("flash_attention_backward", "hopper_attention_backward")
+
+
+@register_flop_formula([getattr(torch.ops.fa_inductor, name) for name in _BACKWARDS])
 def _backward_flops(
     grad: Sequence[int],
     q: Sequence[int],

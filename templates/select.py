@@ -93,19 +93,19 @@ def supports(request: Request) -> Supported | Unsupported:
     general = _general(request)
     if isinstance(general, Unsupported):
         return general
-    if not _not_hopper(request):
+    if not not_hopper(request):
         return Supported(HOPPER)
     if arch >= 90 and request.tma is not False and request.dtype != "float32":
         return Supported(f"sm{arch}-tma")
     return Supported(f"sm{arch}-pointer")
 
 
-#: The name of the Gluon forward kernel for sm_90. The backward of what it computes is the general template's.
+#: The name of the Gluon kernels for sm_90. Forward and backward are chosen each for itself.
 HOPPER = "sm90-gluon"
 
 
-def _not_hopper(request: Request) -> str:
-    """Why the Gluon kernel for Hopper does not run a forward, "" where it does."""
+def not_hopper(request: Request) -> str:
+    """Why the Gluon kernels for Hopper do not run a pass, "" where they do."""
     if request.capability != (9, 0) or os.environ.get("TRITON_OVERRIDE_ARCH"):
         return "the device is not sm_90"
     if request.tma is False:
@@ -114,7 +114,10 @@ def _not_hopper(request: Request) -> str:
     if queries is None or keys is None or heads is None:
         return "sizes are not known"
     spec = Program.under(request.spec, request.facts, False).spec
-    return form.refusal(spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
+    if request.backward and request.deterministic:
+        return "torch.use_deterministic_algorithms(True), and dQ is added up in no fixed order"
+    refusal = form.backward_refusal if request.backward else form.refusal
+    return refusal(spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
 
 
 def _general(request: Request) -> Supported | Unsupported:

@@ -106,11 +106,32 @@ def padded(dim: int) -> int:
 
 
 def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int) -> str:
-    """Why the kernels do not take an attention, "" where they do.
+    """Why the forward kernel does not take an attention, "" where it does.
 
     Args:
         dtype: torch's name. queries, keys: lengths, heads: batch size times query heads; of run-time sizes the ones at hand.
     """
+    reason = _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads)
+    form = form_of(spec)
+    if reason or isinstance(form, str):
+        return reason
+    if padded(qk_dim) == 64 and (form.lows or form.highs):
+        # 373 TFLOP/s against 429 for a causal mask over 4096 keys on an H200.
+        return "the general kernel is faster for masked scores at head dims up to 64"
+    return ""
+
+
+def backward_refusal(
+    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int
+) -> str:
+    """Why the backward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`."""
+    if padded(qk_dim) > 128:
+        # dK and dV of 64 keys do not fit a warpgroup's registers.
+        return f"the head dim is {qk_dim}"
+    return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads)
+
+
+def _refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int) -> str:
     if dtype not in ("bfloat16", "float16"):
         return f"operands are {dtype}"
     if qk_dim % 8 or v_dim % 8:
@@ -125,7 +146,4 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
     work = 2.0 * (qk_dim + v_dim) * heads * (form.kept(queries, keys) + _TILE * queries)
     if work < LEAST_WORK:
         return f"{work / 1e9:.1f} GFLOP do not hide the launch from Python"
-    if padded(qk_dim) == 64 and (form.lows or form.highs):
-        # 373 TFLOP/s against 429 for a causal mask over 4096 keys on an H200.
-        return "the general kernel is faster for masked scores at head dims up to 64"
     return ""

@@ -96,9 +96,9 @@ def producer(
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
         if DYNAMIC:
-            # After the loads: they need not wait for the counter, whose answer takes as long as a load. Not below zero: where
-            # each tile has a program, the counter is memory that nobody has set.
-            work = gl.maximum(gl.atomic_add(counter, 1), 0) + gl.num_programs(0)
+            # After the loads: they need not wait for the counter, whose answer takes as long as a load. Where each tile has
+            # a program, the counter is memory that nobody has set: any number must mean that nothing is left.
+            work = gl.minimum(gl.maximum(gl.atomic_add(counter, 1), 0), 1 << 30) + gl.num_programs(0)
             mbarrier.wait(work_empty, (turn & 1) ^ 1)
             work_smem.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(work_full)

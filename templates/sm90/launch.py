@@ -134,7 +134,7 @@ class Forward:
             "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero,
         }  # fmt: skip
-        self.launcher = Launcher(flash_forward, programs, {**constants(config, d_pad, v_pad), **flags})
+        self.launcher = Launcher(flash_forward, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out [B, Hq, M, Dv] in the layout's order, lse [B, Hq, M] float32)."""

@@ -19,29 +19,29 @@ log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=64)
-def _tile(rows: int, dim: int, dtype: torch.dtype) -> tuple[list[int], Any]:
-    """(block, shared memory layout) of a [1, 1, rows, dim] tile."""
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The shared memory layout of a tile."""
     from triton.experimental.gluon import language as gl
 
-    block = [1, 1, rows, dim]
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return block, gl.NVMMASharedLayout.get_default_for(block, element)
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
 class DescriptorForm:
-    """TMA descriptors of [1, 1, rows, dim] tiles, for tensors [B, H, L, D] of one shape, strides and dtype.
+    """TMA descriptors of [1, ..., *tile] tiles, for tensors of one shape, strides and dtype: bf16, fp16 or float32.
 
     Raises AssertionError where TMA cannot read such a tensor: strides that are no multiples of 16 bytes.
     """
 
-    def __init__(self, like: Tensor, rows: int, dim: int) -> None:
+    def __init__(self, like: Tensor, *tile: int) -> None:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        block, layout = _tile(rows, dim, like.dtype)
+        block = (*[1] * (like.dim() - len(tile)), *tile)
         # A dimension of one element may have any stride; TMA wants multiples of 16 bytes.
-        strides = [s if n > 1 else 8 for n, s in zip(like.shape[:3], like.stride()[:3], strict=True)]
+        strides = [s if n > 1 else 8 for n, s in zip(like.shape[:-1], like.stride()[:-1], strict=True)]
         self._type = TensorDescriptor
-        self._fields = {**vars(TensorDescriptor(like, list(like.shape), [*strides, 1], block, layout)), "base": None}
+        made = TensorDescriptor(like, list(like.shape), [*strides, 1], list(block), _layout(block, like.dtype))
+        self._fields = {**vars(made), "base": None}
 
     def of(self, t: Tensor) -> Any:
         """The descriptor of ``t``, which has the form's shape and strides and is 16-byte aligned."""
@@ -53,13 +53,13 @@ class DescriptorForm:
 
 
 class Launcher:
-    """``function`` on a grid of ``programs``, with the given compile-time arguments, which are the last in its signature.
+    """``function`` on ``grid``, with the given compile-time arguments, which are the last in its signature.
 
     Every call must have run-time arguments of the same types and alignment; integers must be ``do_not_specialize``.
     """
 
-    def __init__(self, function: Any, programs: int, constants: Mapping[str, Any], num_warps: int = 4) -> None:
-        self._function, self._grid = function, (programs, 1, 1)
+    def __init__(self, function: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], num_warps: int = 4) -> None:
+        self._function, self._grid = function, grid
         self._constants, self._num_warps = dict(constants), num_warps
         self._last = tuple(constants[name] for name in function.arg_names[-len(constants) :])
         self._compiled: Any = None

@@ -202,3 +202,16 @@ def test_unaligned_addresses() -> None:
     shifted.copy_(k)
     program = f"attention({PROGRAMS['causal']})"
     assert torch.equal(launch.attention(q, shifted, v, [], program)[0], launch.attention(q, k, v, [], program)[0])
+
+
+@pytest.mark.parametrize("value", [0, 7, -1, -(2**31), 2**31 - 1])
+def test_a_counter_that_nobody_has_set(value: int) -> None:
+    """With a program for each tile the counter is fresh memory: torch fills it with the largest number when deterministic."""
+    q, k, v = tensors((1, 2, 2, 300, 300), (128, 128), torch.bfloat16)
+    program = f"attention({PROGRAMS['causal']})"
+    want = launch.attention(q, k, v, [], program)
+    prepared = launch.prepare(q, k, v, [], program)
+    assert prepared.make_counter is torch.empty
+    prepared.make_counter = lambda *size, **kw: torch.full(size, value, **kw)
+    for ours, other in zip(prepared(q, k, v), want, strict=True):
+        assert torch.equal(ours, other)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_inductor.templates.rendering import KernelSource
+from fa_inductor.templates.sm90.backward_launch import BackwardConfig
 from fa_inductor.templates.sm90.launch import GluonConfig
 from fa_inductor.templates.standalone import Known
 
@@ -53,6 +54,53 @@ class GluonRequest:
     has_low: bool = False
     has_high: bool = False
     softcap: bool = False
+
+
+def compile_gluon_backward(request: GluonBackwardRequest) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from fa_inductor.templates.sm90.gluon_backward import flash_backward
+
+    def descriptor(element: str, *block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
+        return f"tensordesc<{element}{list(block)},{layout!r}>"
+
+    c, d, dv = request.config, request.qk_dim, request.v_dim
+    keys = {name: descriptor("bf16", 1, 1, 64, dim) for name, dim in (("k", d), ("v", dv), ("dk", d), ("dv", dv))}
+    signature = {
+        **{f"{name}_desc": text for name, text in keys.items()},
+        "q_desc": descriptor("bf16", 1, 1, c.rows, d), "do_desc": descriptor("bf16", 1, 1, c.rows, dv),
+        "lse_desc": descriptor("fp32", 1, c.rows), "delta_desc": descriptor("fp32", 1, c.rows),
+        "dq_desc": descriptor("fp32", 1, 1, 64, c.dq_columns(d)), "scale": "fp32", "cap": "fp32", "factor": "fp32",
+    }  # fmt: skip
+    constants = {
+        "ROWS": c.rows, "STAGES": c.stages, "SECTION": c.section, "REGISTERS": c.registers, "EVEN": request.even,
+        "SKIP": True, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high, "SOFTCAP": request.softcap,
+    }  # fmt: skip
+    names = flash_backward.arg_names
+    types = {n: "constexpr" if n in constants else signature.get(n, "i32") for n in names}
+    source = GluonASTSource(
+        fn=flash_backward, signature=types, constexprs={(names.index(n),): x for n, x in constants.items()}, attrs={}
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return {**report(compiled), "assembler": assembler_says(compiled.asm["ptx"])}
+
+
+def assembler_says(ptx: str) -> str:
+    """ptxas's remarks on a kernel for sm_90a, such as that it serialises wgmma."""
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ptx")
+        with open(path, "w") as f:
+            f.write(ptx)
+        command = [tool, "-v", "--gpu-name=sm_90a", path, "-o", os.path.join(folder, "kernel.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def compile_gluon(request: GluonRequest) -> dict[str, Any]:
@@ -119,6 +167,19 @@ def compile_kernel(request: Request) -> dict[str, Any]:
     return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
 
 
+@dataclass(frozen=True)
+class GluonBackwardRequest:
+    """The Gluon backward for sm_90, described as the forward is."""
+
+    qk_dim: int
+    v_dim: int
+    config: BackwardConfig
+    even: bool = True
+    has_low: bool = False
+    has_high: bool = False
+    softcap: bool = False
+
+
 def report(compiled: Any) -> dict[str, Any]:
     """Shared and tensor memory, registers, stack and instruction counts of a compiled kernel."""
     import triton
@@ -143,4 +204,9 @@ def report(compiled: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="fa_inductor_aot_"))
     asked = pickle.load(sys.stdin.buffer)
-    print(json.dumps(compile_kernel(asked) if hasattr(asked, "kernel") else compile_gluon(asked)))
+    compile_it = {
+        Request: compile_kernel, GluonRequest: compile_gluon, GluonBackwardRequest: compile_gluon_backward
+    }  # fmt: skip
+    # What was pickled names the module by its import path, not as __main__.
+    by_name = {kind.__name__: function for kind, function in compile_it.items()}
+    print(json.dumps(by_name[type(asked).__name__](asked)))

@@ -22,8 +22,9 @@ from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.sm90 import backward_launch
 from fa_inductor.templates.sm90.launch import CONFIGS
-from tests.templates.aot import SHARED_LIMIT, GluonRequest, Request
+from tests.templates.aot import SHARED_LIMIT, GluonBackwardRequest, GluonRequest, Request
 from tests.templates.families import BY_NAME
 
 pytest.importorskip("triton")
@@ -149,3 +150,27 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
     assert found["instructions"]["bulk_load"] > 0
     assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
     assert found["stack"] == found["local"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "stack"),
+    [
+        ((128, 128), {}, 0),
+        # A few scalars; measured faster than the general kernels all the same (templates/sm90/backward_launch.py).
+        ((128, 128), {"has_high": True}, 32),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 160),
+        ((128, 64), {"has_high": True}, 0),
+        ((64, 64), {"has_high": True}, 96),
+        ((64, 64), {"has_high": True, "softcap": True}, 0),
+    ],
+)
+def test_gluon_backward(dims: tuple[int, int], options: dict[str, bool], stack: int) -> None:
+    configs = backward_launch.SOFTCAP_CONFIGS if options.get("softcap") else backward_launch.CONFIGS
+    found = compiled(GluonBackwardRequest(*dims, configs[dims[0]], **options))
+    assert found["shared"] <= SHARED_LIMIT[90]
+    assert found["instructions"]["wgmma"] > 0
+    assert found["instructions"]["bulk_load"] > 0
+    assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
+    assert "serialized" not in found["assembler"], found["assembler"]
+    assert found["local"] == 0
+    assert found["stack"] <= stack

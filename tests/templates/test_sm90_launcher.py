@@ -46,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, result: Any, error: Exception | No
 
     monkeypatch.setattr(launcher, "_launch", launch)
     jit = Jit(result)
-    made = launcher.Launcher(jit, 7, {"A": 5, "B": 6})
+    made = launcher.Launcher(jit, (7, 1, 1), {"A": 5, "B": 6})
     for _ in range(3):
         made(0, 1, 2)
     return jit.calls, direct

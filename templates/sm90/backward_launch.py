@@ -1,0 +1,212 @@
+"""Launches of the Gluon backward kernel on tensors, between the kernels that prepare its rows and finish dQ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.sm90.form import form_of, padded
+from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher
+
+#: Keys of a program, and of each of its two consumers.
+KEYS, CONSUMER_KEYS = 128, 64
+#: Row statistics are padded to whole tiles of any configuration.
+_MOST_ROWS = 128
+#: Rows, and elements, of a program of the kernels before and after.
+_ROWS_BLOCK, _SUM_BLOCK = 64, 4096
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tile and launch choices of the backward kernel.
+
+    Attributes:
+        rows: queries of a tile: 64, or 128 where the padded head dim is 64.
+        stages: buffers of Q and of dO. registers: of a consumer's thread. section: heads that run side by side.
+    """
+
+    rows: int
+    stages: int = 2
+    registers: int = 240
+    section: int = 8
+
+    def dq_columns(self, d_pad: int) -> int:
+        """Columns of the half of a tile's dQ that a consumer adds to memory."""
+        return d_pad // 2 if self.rows == CONSUMER_KEYS else d_pad
+
+
+#: By padded head dim. Backward TFLOP/s on an H200 (torch 2.11, triton 3.6, bf16, 16384 tokens, hidden size 2048; in brackets
+#: cuDNN in that run), the sides taking turns: D64 S4k 468 (430), causal 423 (378), with 64 rows 421 and 378; D128 S2k causal
+#: 419 (403), S4k 525 (531), causal 487 (460), S16k 546 (545), causal 540 (540), with 3 stages 1 to 5 % less. Sections of 4 and
+#: 16 heads were within the spread of runs, of 1 head up to 11 % slower under a mask.
+CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64)}
+#: With the slope of the softcap, 128 rows need more registers than there are.
+SOFTCAP_CONFIGS = {64: BackwardConfig(64, stages=3), 128: BackwardConfig(64)}
+
+
+class Backward:
+    """The backward kernels prepared for operands of given shapes, strides, dtype and device; called with such operands.
+
+    Args:
+        grad_out: [B, Hq, M, Dv]; q: [B, Hq, M, Dqk]; k: [B, Hkv, N, Dqk]; v: [B, Hkv, N, Dv]; out: as grad_out, of any
+            strides that are multiples of 16 bytes, the last 1; bf16 or fp16 on one Hopper GPU.
+        scale, low, high, softcap, layout, dead_zero: as in :class:`fa_inductor.templates.sm90.launch.Forward`; the gradients
+            are stored in the layout's order.
+    """
+
+    def __init__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        config: BackwardConfig,
+        *,
+        scale: float,
+        low: int | None = None,
+        high: int | None = None,
+        softcap: float | None = None,
+        layout: str = "bhmd",
+        dead_zero: bool = False,
+    ) -> None:
+        from fa_inductor.templates.sm90.backward_rows import row_statistics, scale_sum
+        from fa_inductor.templates.sm90.gluon_backward import flash_backward
+
+        b, hq, m, d = q.shape
+        hkv, n, dv = k.shape[1], k.shape[2], v.shape[3]
+        d_pad, v_pad = padded(d), padded(dv)
+        self.device, self.device_index, self.dtype = q.device, q.get_device(), q.dtype
+        self.sizes = [(t.shape, _strides(t.shape, layout)) for t in (q, k, v)]
+        padded_len = -(-m // _MOST_ROWS) * _MOST_ROWS
+        self.statistics = (2, b * hq, padded_len)
+        dq_sum, dk, dv_ = (
+            torch.empty_strided(*size, dtype=dtype, device="meta")
+            for size, dtype in zip(self.sizes, (torch.float32, q.dtype, q.dtype), strict=True)
+        )
+        row = torch.empty(b * hq, padded_len, dtype=torch.float32, device="meta")
+        self.forms = [
+            DescriptorForm(q, config.rows, d_pad),
+            DescriptorForm(k, CONSUMER_KEYS, d_pad),
+            DescriptorForm(v, CONSUMER_KEYS, v_pad),
+            DescriptorForm(grad_out, config.rows, v_pad),
+            DescriptorForm(row, config.rows),
+            DescriptorForm(row, config.rows),
+            DescriptorForm(dq_sum, CONSUMER_KEYS, config.dq_columns(d_pad)),
+            DescriptorForm(dk, CONSUMER_KEYS, d_pad),
+            DescriptorForm(dv_, CONSUMER_KEYS, v_pad),
+        ]
+        factor = scale * (softcap or 1.0)
+        self.numbers = (
+            scale * math.log2(math.e),
+            softcap or 0.0,
+            factor,
+            m,
+            n,
+            0 if low is None else low,
+            0 if high is None else high,
+            hkv,
+            b * hkv,
+            hq // hkv,
+        )
+        # Rows without keys are NaN, and all keys get NaN from them: then no tile may be skipped.
+        first, last = -m if low is None else low, n if high is None else high
+        dead = first > last or first + m > n or last < 0
+        flags = {
+            "EVEN": n % KEYS == 0, "SKIP": dead_zero or not dead, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
+            "SOFTCAP": softcap is not None,
+        }  # fmt: skip
+        constants = {
+            "ROWS": config.rows, "STAGES": config.stages, "SECTION": config.section, "REGISTERS": config.registers
+        }  # fmt: skip
+        self.main = Launcher(flash_backward, (-(-n // KEYS) * b * hkv, 1, 1), {**constants, **flags})
+        self.row_numbers = (hq, m, padded_len, *out.stride()[:3], *grad_out.stride()[:3], *dq_sum.stride()[:3])
+        widths = {"QK_DIM": d, "QK_PAD": d_pad, "V_DIM": dv, "V_PAD": v_pad, "ROWS": _ROWS_BLOCK, "DEAD_ZERO": dead_zero}
+        self.rows = Launcher(row_statistics, (padded_len // _ROWS_BLOCK, b * hq, 1), widths)
+        self.sum_numbers = (factor, q.numel())
+        self.sum = Launcher(scale_sum, (-(-q.numel() // _SUM_BLOCK), 1, 1), {"BLOCK": _SUM_BLOCK})
+
+    def __call__(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) in the layout's order; ``lse`` [B, Hq, M] float32 as the forward wrote it."""
+        if torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self(grad_out, q, k, v, out, lse)
+        dq, dk, dv = (torch.empty_strided(*size, dtype=self.dtype, device=self.device) for size in self.sizes)
+        dq_sum = torch.empty_strided(*self.sizes[0], dtype=torch.float32, device=self.device)
+        log2_denom, delta = torch.empty(self.statistics, dtype=torch.float32, device=self.device).unbind()
+        self.rows(self.device_index, out, grad_out, lse, log2_denom, delta, dq_sum, *self.row_numbers)
+        operands = (q, k, v, grad_out, log2_denom, delta, dq_sum, dk, dv)
+        descriptors = [form.of(t) for form, t in zip(self.forms, operands, strict=True)]
+        self.main(self.device_index, *descriptors, *self.numbers)
+        self.sum(self.device_index, dq_sum, dq, *self.sum_numbers)
+        return dq, dk, dv
+
+
+def _strides(size: Sequence[int], layout: str) -> tuple[int, int, int, int]:
+    """Strides of a dense [B, H, L, D] stored in the order that ``layout`` names."""
+    _, h, length, d = size
+    return (length * h * d, d, h * d, 1) if layout == "bmhd" else (h * length * d, length * d, d, 1)
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, config: BackwardConfig, **form: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one call, with the arguments of :class:`Backward`."""
+    return Backward(grad_out, q, k, v, out, config, **form)(grad_out, q, k, v, out, lse)
+
+
+#: Prepared kernels by program, sizes and what a tensor's metadata says of the operands.
+_PREPARED: dict[tuple[Any, ...], Backward] = {}
+_MOST_PREPARED = 1024
+
+
+def attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: Sequence[int], program: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles."""
+    tensors = (grad_out, q, k, v, out)
+    if not all(_readable(t) for t in tensors):
+        grad_out, q, k, v, out = tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
+    if not lse.is_contiguous() or lse.data_ptr() % 16:
+        lse = _copy(lse)
+    key = (program, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
+            _PREPARED.clear()
+        prepared = _PREPARED[key] = prepare(*tensors, sizes, program)
+    return prepared(grad_out, q, k, v, out, lse)
+
+
+def prepare(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sizes: Sequence[int], program: str
+) -> Backward:
+    """The kernels of a program with default tiles; raises ValueError for a program without a form."""
+    spec = AttentionSpec.parse(program)
+    form = form_of(spec)
+    if isinstance(form, str):
+        raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
+    low, high = form.band(q.shape[2], k.shape[2], sizes)
+    config = (CONFIGS if form.softcap is None else SOFTCAP_CONFIGS)[padded(q.shape[3])]
+    return Backward(
+        grad_out, q, k, v, out, config, scale=form.scale, low=low, high=high, softcap=form.softcap, layout=spec.layout,
+        dead_zero=spec.dead_rows == "zero",
+    )  # fmt: skip
+
+
+def _readable(t: Tensor) -> bool:
+    """Whether TMA can read a tensor: rows of contiguous elements at multiples of 16 bytes, apart from each other."""
+    outer = [s for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1]
+    return t.stride(3) == 1 and all(s and s % 8 == 0 for s in outer) and t.data_ptr() % 16 == 0
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,329 @@
+"""Warp-specialised Gluon kernel for Hopper: dQ, dK and dV of the forms that the forward kernel computes, in one pass.
+
+A program owns 128 keys of one (batch, key head) and visits the tiles of ``ROWS`` queries that see them, for every query head
+of the group. The producer warp loads K and V once, Q and dO with their row statistics tile by tile through TMA. Each of the
+two consumer warpgroups owns 64 keys: it computes S^T and dP^T for them, keeps dK and dV in registers (P^T and dS^T are the
+left operands of those products without leaving them), and hands dS^T to the other through shared memory, for dQ needs all
+128 keys. Each consumer then computes half of the tile's dQ and adds it to a float32 buffer in memory with a TMA reduction.
+The order of these additions is not fixed, so dQ is not bitwise reproducible; dK and dV are.
+
+``STATS`` hold, for each row, the logarithm of the denominator in base 2 (+inf for rows that no key must reach) and
+delta = sum_d out * grad_out. See :func:`fa_inductor.templates.sm90.backward_launch.backward`.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
+
+
+@builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to memory, asynchronously: Gluon up to triton 3.9 has no spelling of its own for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.constexpr_function
+def dq_columns(rows, qk_dim):
+    """Columns of the half of dQ's tile that a consumer computes: of 64 rows the half, of 128 rows all of 64."""
+    return qk_dim // 2 if rows == 64 else qk_dim
+
+
+@gluon.jit
+def key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION: gl.constexpr, KEYS: gl.constexpr):
+    """(first key, batch, key head): SECTION heads run side by side and share Q and dO in L2; the first keys, which under a
+    causal mask have the most queries, first."""
+    num_tiles = (kv_len + KEYS - 1) // KEYS
+    section = work // (num_tiles * SECTION)
+    inside = work - section * (num_tiles * SECTION)
+    width = gl.minimum(SECTION, total_heads - section * SECTION)
+    head = section * SECTION + inside % width
+    return (inside // width) * KEYS, head // num_kv_heads, head % num_kv_heads
+
+
+@gluon.jit
+def query_tiles(
+    n_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
+    EVEN: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """(first, first full, end of full, end) in tiles of ROWS, at least one tile; all others see no key.
+
+    Without SKIP every tile is visited: rows without keys are NaN, and so is what they reach.
+    """
+    n_last = gl.minimum(n_first + KEYS, kv_len) - 1
+    first = 0
+    end = (q_len + ROWS - 1) // ROWS
+    full_first = 0
+    full_end = end
+    if HAS_HIGH:
+        if SKIP:
+            first = gl.minimum(gl.maximum(n_first - high, 0) // ROWS, end - 1)
+        full_first = (gl.maximum(n_last - high, 0) + ROWS - 1) // ROWS
+    if HAS_LOW:
+        full_end = gl.maximum(n_first - low + 1, 0) // ROWS
+        if SKIP:
+            end = gl.minimum(end, (gl.maximum(n_last - low + 1, 0) + ROWS - 1) // ROWS)
+    if not EVEN:
+        # The last keys' tile is masked throughout.
+        full_first = gl.where(n_first + KEYS > kv_len, end, full_first)
+    end = gl.maximum(end, first + 1)
+    full_first = gl.minimum(gl.maximum(full_first, first), end)
+    full_end = gl.minimum(gl.maximum(full_end, full_first), end)
+    return first, full_first, full_end, end
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
+    kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SKIP: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    n_first, b, kv_head = key_tile_of(gl.program_id(0), kv_len, num_kv_heads, total_heads, SECTION, 128)
+    first, _full_first, _full_end, end = query_tiles(
+        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
+    mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(2):
+        tma_load(k_desc, [b, kv_head, n_first + w * 64, 0], kv_full, k_smem.slice(w * 64, 64, 2))
+        tma_load(v_desc, [b, kv_head, n_first + w * 64, 0], kv_full, v_smem.slice(w * 64, 64, 2))
+    i = 0
+    for g in range(group):
+        h = kv_head * group + g
+        row_head = b * (num_kv_heads * group) + h
+        for t in range(first, end):
+            m = t * ROWS
+            stage = i % STAGES
+            mbarrier.wait(q_empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * ROWS)
+            tma_load(q_desc, [b, h, m, 0], q_full.index(stage), q_smem.index(stage))
+            tma_load(lse_desc, [row_head, m], q_full.index(stage), lse_smem.index(stage))
+            stage = i % STAGES
+            mbarrier.wait(do_empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + 4 * ROWS)
+            tma_load(do_desc, [b, h, m, 0], do_full.index(stage), do_smem.index(stage))
+            tma_load(delta_desc, [row_head, m], do_full.index(stage), delta_smem.index(stage))
+            i += 1
+
+
+@gluon.jit
+def step(
+    i, m, edge, b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+    q_full, q_empty, do_full, do_empty, ds_full, s, dk, dv, scale, cap, kv_first, kv_len, low, high,
+    W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
+    V_DIM: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(Next scores, dK, dV): add what the queries from ``m`` of head ``h``, load ``i``, contribute; ``s`` are their scores."""
+    stage = i % STAGES
+    ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    q = q_smem.index(stage).reshape([ROWS, QK_DIM])
+    do = do_smem.index(stage).reshape([ROWS, V_DIM])
+    mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
+    zero = gl.zeros([64, ROWS], gl.float32, S_LAYOUT)
+    dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse = lse_smem.index(stage).reshape([ROWS]).load(ROW)
+    if SOFTCAP:
+        s = tanh(s * cap)
+    if HAS_HIGH or HAS_LOW or not EVEN:  # noqa: SIM102 - one at compile time, one at run time
+        if edge:
+            kv_idx = kv_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+            q_idx = m + gl.arange(0, ROWS, layout=ROW)
+            if HAS_HIGH:
+                s = gl.where(kv_idx[:, None] <= (q_idx + high)[None, :], s, -float("inf"))
+            if HAS_LOW:
+                s = gl.where(kv_idx[:, None] >= (q_idx + low)[None, :], s, -float("inf"))
+            if not EVEN:
+                s = gl.where((kv_idx < kv_len)[:, None], s, -float("inf"))
+    p = gl.exp2(s * scale - lse[None, :])
+    p_cast = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
+    if SOFTCAP:
+        # The slope of tanh; a masked score is -inf, whose slope is 0.
+        p = p * (1.0 - gl.minimum(s * s, 1.0))
+    delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
+    dv_token = warpgroup_mma(p_cast, do, dv, is_async=True)
+    ds = p * (dp - delta[None, :])
+    if not SKIP:
+        # p may be NaN where the score is masked.
+        ds = gl.where(s == -float("inf"), 0.0, ds)
+    ds = ds.to(q.dtype)
+    # Two buffers: the other consumer has finished with this one when it arrived at the barrier of the tile before.
+    ds_tile = ds_smem.index(i & 1)
+    ds_tile.slice(W * 64, 64, 0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full)
+    ds_cast = gl.convert_layout(ds, gl.DotOperandLayout(0, DK_LAYOUT, 2))
+    dk_token = warpgroup_mma(ds_cast, q, dk, is_async=True)
+    mbarrier.wait(ds_full, i & 1)
+    dq_token = dq_product(ds_tile, k_all, W, ROWS, QK_DIM, DQ_LAYOUT)
+    # P's registers are free before the next scores need theirs.
+    dv = warpgroup_mma_wait(2, deps=[dv_token])
+    s_token = score_product(gl.minimum(i + 1, last), k, q_smem, q_full, ROWS, STAGES, QK_DIM, S_LAYOUT)
+    tma.store_wait(0)
+    dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
+    mbarrier.arrive(do_empty.index(stage))
+    mbarrier.arrive(q_empty.index(stage))
+    add_dq(dq, dq_desc, dq_smem.index(W), b, h, m, W, ROWS, QK_DIM)
+    # Nothing stays under way from one turn of the loop to the next: the assembler would serialise all products.
+    return warpgroup_mma_wait(0, deps=[s_token]), dk, dv
+
+
+@gluon.jit
+def score_product(
+    i, k, q_smem, q_full, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr, S_LAYOUT: gl.constexpr
+):
+    mbarrier.wait(q_full.index(i % STAGES), (i // STAGES) & 1)
+    q = q_smem.index(i % STAGES).reshape([ROWS, QK_DIM])
+    return warpgroup_mma(
+        k, q.permute((1, 0)), gl.zeros([64, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True
+    )  # fmt: skip
+
+
+@gluon.jit
+def dq_product(ds, k_all, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """This consumer's half of the tile's dQ: half of the head dim of 64 rows, or 64 of 128 rows."""
+    zero = gl.zeros([64, dq_columns(ROWS, QK_DIM)], gl.float32, DQ_LAYOUT)
+    if ROWS == 64:
+        half = k_all.slice(W * (QK_DIM // 2), QK_DIM // 2, 1)
+        token = warpgroup_mma(ds.permute((1, 0)), half, zero, use_acc=False, is_async=True)
+    else:
+        token = warpgroup_mma(ds.slice(W * 64, 64, 1).permute((1, 0)), k_all, zero, use_acc=False, is_async=True)
+    return token
+
+
+@gluon.jit
+def add_dq(dq, dq_desc, dq_tile, b, h, m, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
+    dq_tile.reshape([64, dq_columns(ROWS, QK_DIM)]).store(dq)
+    fence_async_shared()
+    if ROWS == 64:
+        tma_add(dq_desc, [b, h, m, W * (QK_DIM // 2)], dq_tile)
+    else:
+        tma_add(dq_desc, [b, h, m + W * 64, 0], dq_tile)
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, scale, cap, factor, q_len, kv_len, low, high,
+    num_kv_heads, total_heads, group,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = accumulator_layout(ROWS)
+    DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
+    DV_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    DQ_LAYOUT: gl.constexpr = accumulator_layout(dq_columns(ROWS, QK_DIM))
+    n_first, b, kv_head = key_tile_of(gl.program_id(0), kv_len, num_kv_heads, total_heads, SECTION, 128)
+    first, full_first, full_end, end = query_tiles(
+        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
+    kv_first = n_first + W * 64
+    k_all = k_smem.reshape([128, QK_DIM])
+    k = k_all.slice(W * 64, 64, 0)
+    v = v_smem.reshape([128, V_DIM]).slice(W * 64, 64, 0)
+    dk = gl.zeros([64, QK_DIM], gl.float32, DK_LAYOUT)
+    dv = gl.zeros([64, V_DIM], gl.float32, DV_LAYOUT)
+    mbarrier.wait(kv_full, 0)
+    s_token = score_product(0, k, q_smem, q_full, ROWS, STAGES, QK_DIM, S_LAYOUT)
+    s = warpgroup_mma_wait(0, deps=[s_token])
+    # The last tile has none after it, and computes its own scores once more.
+    last = group * (end - first) - 1
+    h = kv_head * group
+    t = first
+    for i in range(last + 1):
+        s, dk, dv = step(
+            i, t * ROWS, (t < full_first) | (t >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem,
+            delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, s, dk, dv, scale, cap, kv_first,
+            kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
+        )  # fmt: skip
+        t += 1
+        if t == end:
+            t = first
+            h += 1
+    # dQ's buffer is this consumer's own, and wide enough for 64 rows of dV, then of dK.
+    tma.store_wait(0)
+    dv_tile = dq_smem.index(W)._reinterpret(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
+    dv_tile.reshape([64, V_DIM]).store(dv.to(dv_desc.dtype))
+    fence_async_shared()
+    tma_store(dv_desc, [b, kv_head, kv_first, 0], dv_tile)
+    tma.store_wait(0)
+    dk_tile = dq_smem.index(W)._reinterpret(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
+    dk_tile.reshape([64, QK_DIM]).store((dk * factor).to(dk_desc.dtype))
+    fence_async_shared()
+    tma_store(dk_desc, [b, kv_head, kv_first, 0], dk_tile)
+    tma.store_wait(0)
+
+
+# One binary serves every length: a length divisible by 16, or 1, is no other kernel.
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_kv_heads", "total_heads", "group"])
+def flash_backward(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap, factor,
+    q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, REGISTERS: gl.constexpr,
+    EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """dK, dV, and dQ divided by ``factor``, of ``softmax(band(f(q k^T)) * scale) v``; ``scale`` includes log2(e).
+
+    Descriptors over [B, H, L, D]: Q [1, 1, ROWS, QK_DIM], dO [1, 1, ROWS, V_DIM], K, dK [1, 1, 64, QK_DIM],
+    V, dV [1, 1, 64, V_DIM], dQ [1, 1, 64, dq_columns] float32, zero at the start; over [B * Hq, M padded to tiles]: LSE and DELTA
+    [1, ROWS] float32. Launched with ceil(kv_len / 128) * total_heads programs of 4 warps, total_heads = B * Hkv.
+    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers.
+    """
+    QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    V_DIM: gl.constexpr = v_desc.block_type.shape[3]
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    do_smem = gl.allocate_shared_memory(do_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 128, QK_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 128, V_DIM], v_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 128, ROWS], DS)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(ds_full, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(do_empty.index(i), count=2)
+    fence_async_shared()
+    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    gl.warp_specialize([
+        (consumer, (
+            0, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+            kv_full, q_full, q_empty, do_full, do_empty, ds_full, scale, cap, factor, q_len, kv_len, low, high,
+            num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM, V_DIM, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+        )),
+        (consumer, (
+            1, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+            kv_full, q_full, q_empty, do_full, do_empty, ds_full, scale, cap, factor, q_len, kv_len, low, high,
+            num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM, V_DIM, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+        )),
+        (producer, (
+            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
+            kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+            ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+        )),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip

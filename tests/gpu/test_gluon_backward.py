@@ -1,0 +1,203 @@
+"""The warp-specialised Gluon backward on a Hopper GPU: values, who chooses it, and what happens where it does not run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_inductor import lowering, ops, reference
+from fa_inductor.backend import fa_inductor
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import select
+from fa_inductor.templates.sm90 import backward_launch, form
+from tests.gpu.test_gluon import PROGRAMS, SHAPES
+
+pytestmark = pytest.mark.gpu
+
+TAKEN = f"{select.HOPPER} was chosen"
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "FEWEST", 1)  # short sequences test the same code
+    monkeypatch.setattr(form, "LEAST_WORK", 0)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Gluon kernels are for compute capability 9.0")
+
+
+def tensors(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of out."""
+    b, hq, hkv, m, n = shape
+    parts = ((m, hq, dims[0]), (n, hkv, dims[0]), (n, hkv, dims[1]), (m, hq, dims[1]))
+    return [torch.randn(b, length, h, d, device="cuda", dtype=dtype).transpose(1, 2) for length, h, d in parts]
+
+
+def check(program: str, shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, sizes: list[int]) -> None:
+    """Gradients against float64, with out and lse as a forward in ``dtype`` leaves them."""
+    q, k, v, grad = tensors(shape, dims, dtype)
+    spec = AttentionSpec.parse(program)
+    exact = [t.double() for t in (q, k, v)]
+    out, lse = reference.attention(*exact, [], sizes, spec)
+    want = reference.attention_grads(grad.double(), *exact, [], sizes, spec, [True, True, True])
+    found = backward_launch.attention_backward(grad, q, k, v, out.to(dtype), lse.float(), sizes, program)
+    # Of gradients that are zero, such as those of a row of one key, only rounding is left.
+    floor = 1e-2 * math.sqrt(dims[0])
+    for name, ours, true in zip(("dq", "dk", "dv"), found, want, strict=True):
+        assert true is not None
+        nan = torch.isnan(true)
+        assert torch.equal(torch.isnan(ours), nan), name
+        error = torch.where(nan, 0.0, ours.double() - true)
+        limit = 1.2e-2 * torch.where(nan, 0.0, true).norm() + floor * math.sqrt(true.numel()) * 1e-1
+        assert error.norm() <= limit, (name, shape, error.norm().item(), limit.item())
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 72), (96, 96), (128, 128), (128, 64)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values(name: str, dims: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    for i, shape in enumerate(SHAPES):
+        layout = ", layout='bmhd'" if i % 2 else ""
+        check(f"attention({PROGRAMS[name]}{layout})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [100])
+
+
+def test_random_bands() -> None:
+    """Shapes, groups, offsets and windows at random: no wrong value, no NaN, no hang."""
+    random.seed(1)
+    torch.manual_seed(1)
+    for _ in range(150):
+        group, hkv = random.choice([1, 2, 3, 8]), random.choice([1, 2, 5])
+        shape = (random.choice([1, 3]), group * hkv, hkv, random.randint(1, 700), random.randint(1, 900))
+        low, high = random.randint(-900, 300), random.randint(-300, 900)
+        parts = {f"(kv_idx >= q_idx + {low})": random.random() < 0.6, f"(kv_idx <= q_idx + {high})": random.random() < 0.6}
+        keep = " & ".join(p for p, used in parts.items() if used)
+        score = f"where({keep}, score * 0.1, -inf)" if keep else "score * 0.1"
+        dead = random.choice(["nan", "zero"])
+        dim = random.choice([64, 128])
+        check(f"attention(score={score}, dead_rows={dead!r})", shape, (dim, dim), torch.bfloat16, [])
+
+
+def test_keys_and_values_repeat_bit_for_bit() -> None:
+    """dK and dV are sums in a fixed order; dQ's order is not fixed, and stays within rounding."""
+    torch.manual_seed(0)
+    q, k, v, grad = tensors((2, 8, 2, 1024, 1024), (128, 128), torch.bfloat16)
+    program = f"attention({PROGRAMS['causal']})"
+    out, lse = reference.attention(q.double(), k.double(), v.double(), [], [], AttentionSpec.parse(program))
+    out, lse = out.to(q.dtype), lse.float()
+    first, second = (ops.hopper_attention_backward(grad, q, k, v, out, lse, [], program) for _ in range(2))
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[2], second[2])
+    torch.testing.assert_close(first[0], second[0], atol=2e-2, rtol=2e-2)
+
+
+def attend(mask: Callable[[int, int], Tensor] | None) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        s = q @ k.transpose(-1, -2) * 0.1
+        if mask is not None:
+            s = s.masked_fill(~mask(q.shape[2], k.shape[2]), -math.inf)
+        return s.softmax(-1) @ v
+
+    return run
+
+
+def causal(m: int, n: int) -> Tensor:
+    return torch.arange(m, device="cuda")[:, None] >= torch.arange(n, device="cuda")[None, :]
+
+
+def grads(function: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def close(function: Callable[..., Tensor], eager: Callable[..., Tensor], length: int, dim: int, dynamic: bool = False) -> None:
+    """Out and gradients at most twice as far from float64 as eager code is."""
+    q, k, v, grad = tensors((2, 4, 2, length, length), (dim, dim), torch.bfloat16)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    if dynamic:
+        for t in leaves:
+            torch._dynamo.mark_dynamic(t, 2)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    sides = (grads(function, leaves, grad), grads(eager, leaves, grad), grads(eager, exact, grad))
+    for ours, other, want in zip(*sides, strict=True):
+        limit = 2.0 * (other.double() - want).norm() + 2.0 * torch.finfo(torch.bfloat16).eps * want.norm()
+        assert (ours.double() - want).norm() <= limit
+
+
+@pytest.fixture
+def chosen(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], bool]]:
+    """Whether the compiled backward is the Gluon kernel."""
+    torch._dynamo.reset()
+    caplog.set_level(logging.INFO, logger=lowering.__name__)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield lambda: any(TAKEN in m and "hopper_attention_backward" in m for m in caplog.messages)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [None, causal])
+def test_compiled(mask: Any, dim: int, dynamic: bool, chosen: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    eager = attend(mask)
+    function = torch.compile(eager, backend=fa_inductor)
+    for length in (384, 640) if dynamic else (384,):
+        close(function, eager, length, dim, dynamic)
+    assert chosen()
+
+
+def test_deterministic_algorithms_take_the_general_kernels(chosen: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    eager = attend(causal)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        function = torch.compile(eager, backend=fa_inductor)
+        close(function, eager, 384, 128)
+        q, k, v, grad = tensors((2, 4, 2, 384, 384), (128, 128), torch.bfloat16)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        for a, b in zip(grads(function, leaves, grad), grads(function, leaves, grad), strict=True):
+            assert torch.equal(a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not chosen()
+
+
+def test_dropped_when_it_does_not_launch(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[], bool]) -> None:
+    """A kernel that fails is left out with its reason in the log, and the general template gives the values."""
+
+    def fails(*args: Any, **kw: Any) -> Any:
+        raise RuntimeError("forced: out of shared memory")
+
+    monkeypatch.setattr(backward_launch, "attention_backward", fails)
+    eager = attend(causal)
+    close(torch.compile(eager, backend=fa_inductor), eager, 384, 128)
+    assert not chosen()
+
+
+def test_gradients_of_any_strides(chosen: Callable[[], bool]) -> None:
+    """A gradient that is one number repeated, and one that is transposed."""
+    torch.manual_seed(0)
+    eager = attend(causal)
+    function = torch.compile(eager, backend=fa_inductor)
+    for reduce in (lambda x: x.sum() * 0.5, lambda x: (x.transpose(2, 3).contiguous() ** 2).sum()):
+        results = []
+        for f in (function, eager):
+            torch.manual_seed(0)
+            leaves = [t.requires_grad_() for t in tensors((2, 4, 2, 384, 384), (128, 128), torch.bfloat16)[:3]]
+            results.append(torch.autograd.grad(reduce(f(*leaves)), leaves))
+        for ours, other in zip(*results, strict=True):
+            assert (ours - other).norm() <= 3e-2 * other.norm()
+
+
+def test_cuda_graphs(chosen: Callable[[], bool]) -> None:
+    eager = attend(causal)
+    function = torch.compile(eager, backend=fa_inductor, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        close(function, eager, 512, 128)
+    assert chosen()
