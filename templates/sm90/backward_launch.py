@@ -14,40 +14,57 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.sm90.form import form_of, padded
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher
 
-#: Keys of a program, and of each of its two consumers.
-KEYS, CONSUMER_KEYS = 128, 64
+#: Keys, and rows of dQ, that a consumer handles.
+CONSUMER_KEYS = 64
 #: Row statistics are padded to whole tiles of any configuration.
 _MOST_ROWS = 128
-#: Rows, and elements, of a program of the kernels before and after.
-_ROWS_BLOCK, _SUM_BLOCK = 64, 4096
+#: Elements of a program of the kernels before and after.
+_ROWS_BLOCK, _SUM_BLOCK = 4096, 2048
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tile and launch choices of the backward kernel.
+    """Tile and launch choices of the backward kernels.
 
     Attributes:
         rows: queries of a tile: 64, or 128 where the padded head dim is 64.
         stages: buffers of Q and of dO. registers: of a consumer's thread. section: heads that run side by side.
+        wide: whether the kernel is the one for head dims above 128, of 64 keys and not 128 a program.
     """
 
     rows: int
     stages: int = 2
     registers: int = 240
     section: int = 8
+    wide: bool = False
 
-    def dq_columns(self, d_pad: int) -> int:
-        """Columns of the half of a tile's dQ that a consumer adds to memory."""
-        return d_pad // 2 if self.rows == CONSUMER_KEYS else d_pad
+    @property
+    def keys(self) -> int:
+        return CONSUMER_KEYS if self.wide else 2 * CONSUMER_KEYS
+
+    def width(self, padded_dim: int) -> int:
+        """Columns of a tile of a tensor with that padded head dim."""
+        return padded_dim // 2 if self.wide else padded_dim
+
+    def dq_columns(self, padded_dim: int) -> int:
+        """Columns of a tile of dQ that a consumer adds to memory at once."""
+        if self.wide:
+            return 64
+        return padded_dim // 2 if self.rows == CONSUMER_KEYS else padded_dim
+
+    def constants(self) -> dict[str, int]:
+        """The kernel's compile-time arguments that the configuration decides."""
+        made = {"STAGES": self.stages, "SECTION": self.section, "REGISTERS": self.registers}
+        return made if self.wide else {"ROWS": self.rows, **made}
 
 
 #: By padded head dim. Backward TFLOP/s on an H200 (torch 2.11, triton 3.6, bf16, 16384 tokens, hidden size 2048; in brackets
 #: cuDNN in that run), the sides taking turns: D64 S4k 468 (430), causal 423 (378), with 64 rows 421 and 378; D128 S2k causal
 #: 419 (403), S4k 525 (531), causal 487 (460), S16k 546 (545), causal 540 (540), with 3 stages 1 to 5 % less. Sections of 4 and
 #: 16 heads were within the spread of runs, of 1 head up to 11 % slower under a mask.
-CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64)}
+CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64), 256: BackwardConfig(64, wide=True)}
 #: With the slope of the softcap, 128 rows need more registers than there are.
-SOFTCAP_CONFIGS = {64: BackwardConfig(64, stages=3), 128: BackwardConfig(64)}
+SOFTCAP_CONFIGS = {**CONFIGS, 64: BackwardConfig(64, stages=3)}
 
 
 class Backward:
@@ -78,6 +95,7 @@ class Backward:
     ) -> None:
         from fa_inductor.templates.sm90.backward_rows import row_statistics, scale_sum
         from fa_inductor.templates.sm90.gluon_backward import flash_backward
+        from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
 
         b, hq, m, d = q.shape
         hkv, n, dv = k.shape[1], k.shape[2], v.shape[3]
@@ -91,16 +109,17 @@ class Backward:
             for size, dtype in zip(self.sizes, (torch.float32, q.dtype, q.dtype), strict=True)
         )
         row = torch.empty(b * hq, padded_len, dtype=torch.float32, device="meta")
+        d_tile, v_tile = config.width(d_pad), config.width(v_pad)
         self.forms = [
-            DescriptorForm(q, config.rows, d_pad),
-            DescriptorForm(k, CONSUMER_KEYS, d_pad),
-            DescriptorForm(v, CONSUMER_KEYS, v_pad),
-            DescriptorForm(grad_out, config.rows, v_pad),
+            DescriptorForm(q, config.rows, d_tile),
+            DescriptorForm(k, CONSUMER_KEYS, d_tile),
+            DescriptorForm(v, CONSUMER_KEYS, v_tile),
+            DescriptorForm(grad_out, config.rows, v_tile),
             DescriptorForm(row, config.rows),
             DescriptorForm(row, config.rows),
             DescriptorForm(dq_sum, CONSUMER_KEYS, config.dq_columns(d_pad)),
-            DescriptorForm(dk, CONSUMER_KEYS, d_pad),
-            DescriptorForm(dv_, CONSUMER_KEYS, v_pad),
+            DescriptorForm(dk, CONSUMER_KEYS, d_tile),
+            DescriptorForm(dv_, CONSUMER_KEYS, v_tile),
         ]
         factor = scale * (softcap or 1.0)
         self.numbers = (
@@ -119,16 +138,15 @@ class Backward:
         first, last = -m if low is None else low, n if high is None else high
         dead = first > last or first + m > n or last < 0
         flags = {
-            "EVEN": n % KEYS == 0, "SKIP": dead_zero or not dead, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
+            "EVEN": n % config.keys == 0, "SKIP": dead_zero or not dead, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None,
         }  # fmt: skip
-        constants = {
-            "ROWS": config.rows, "STAGES": config.stages, "SECTION": config.section, "REGISTERS": config.registers
-        }  # fmt: skip
-        self.main = Launcher(flash_backward, (-(-n // KEYS) * b * hkv, 1, 1), {**constants, **flags})
+        kernel = flash_backward_wide if config.wide else flash_backward
+        self.main = Launcher(kernel, (-(-n // config.keys) * b * hkv, 1, 1), {**config.constants(), **flags})
         self.row_numbers = (hq, m, padded_len, *out.stride()[:3], *grad_out.stride()[:3], *dq_sum.stride()[:3])
-        widths = {"QK_DIM": d, "QK_PAD": d_pad, "V_DIM": dv, "V_PAD": v_pad, "ROWS": _ROWS_BLOCK, "DEAD_ZERO": dead_zero}
-        self.rows = Launcher(row_statistics, (padded_len // _ROWS_BLOCK, b * hq, 1), widths)
+        rows = _ROWS_BLOCK // d_pad
+        widths = {"QK_DIM": d, "QK_PAD": d_pad, "V_DIM": dv, "V_PAD": v_pad, "ROWS": rows, "DEAD_ZERO": dead_zero}
+        self.rows = Launcher(row_statistics, (padded_len // rows, b * hq, 1), widths)
         self.sum_numbers = (factor, q.numel())
         self.sum = Launcher(scale_sum, (-(-q.numel() // _SUM_BLOCK), 1, 1), {"BLOCK": _SUM_BLOCK})
 

@@ -4,12 +4,8 @@ import triton
 import triton.language as tl
 
 
-# One binary serves every shape.
-@triton.jit(
-    do_not_specialize=[
-        "heads", "q_len", "padded_len", "out_b", "out_h", "out_m", "grad_b", "grad_h", "grad_m", "dq_b", "dq_h", "dq_m",
-    ]
-)  # fmt: skip
+# Strides are specialised: loads and stores of several elements at once need to know that they are multiples of 16.
+@triton.jit(do_not_specialize=["heads", "q_len", "padded_len"])
 def row_statistics(
     out, grad_out, lse, log2_denom, delta, dq_sum, heads, q_len, padded_len,
     out_b, out_h, out_m, grad_b, grad_h, grad_m, dq_b, dq_h, dq_m,
@@ -41,7 +37,7 @@ def row_statistics(
     tl.store(dq_sum + b * dq_b + h * dq_h + index * dq_m + d[None, :], tl.zeros([ROWS, QK_PAD], tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def scale_sum(total, result, factor, size, BLOCK: tl.constexpr):
     """RESULT = TOTAL * factor in RESULT's dtype; both dense, in the same order, of ``size`` elements."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

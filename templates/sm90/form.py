@@ -125,9 +125,9 @@ def backward_refusal(
     spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int
 ) -> str:
     """Why the backward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`."""
-    if padded(qk_dim) > 128:
-        # dK and dV of 64 keys do not fit a warpgroup's registers.
-        return f"the head dim is {qk_dim}"
+    if padded(qk_dim) > 128 and padded(v_dim) != padded(qk_dim):
+        # There dQ leaves through the buffers of dO's tiles, which must be as wide.
+        return f"the head dims are {qk_dim} and {v_dim}"
     return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads)
 
 

@@ -58,7 +58,7 @@ def check(program: str, shape: tuple[int, ...], dims: tuple[int, int], dtype: to
         assert error.norm() <= limit, (name, shape, error.norm().item(), limit.item())
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 72), (96, 96), (128, 128), (128, 64)])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 72), (96, 96), (128, 128), (128, 64), (192, 136), (256, 256)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values(name: str, dims: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_random_bands() -> None:
         keep = " & ".join(p for p, used in parts.items() if used)
         score = f"where({keep}, score * 0.1, -inf)" if keep else "score * 0.1"
         dead = random.choice(["nan", "zero"])
-        dim = random.choice([64, 128])
+        dim = random.choice([64, 128, 256])
         check(f"attention(score={score}, dead_rows={dead!r})", shape, (dim, dim), torch.bfloat16, [])
 
 
@@ -140,7 +140,7 @@ def chosen(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], bool]]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, causal])
 def test_compiled(mask: Any, dim: int, dynamic: bool, chosen: Callable[[], bool]) -> None:
     torch.manual_seed(0)

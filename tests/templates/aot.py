@@ -63,27 +63,30 @@ def compile_gluon_backward(request: GluonBackwardRequest) -> dict[str, Any]:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from fa_inductor.templates.sm90.gluon_backward import flash_backward
+    from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
 
     def descriptor(element: str, *block: int) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
         return f"tensordesc<{element}{list(block)},{layout!r}>"
 
-    c, d, dv = request.config, request.qk_dim, request.v_dim
+    c = request.config
+    kernel = flash_backward_wide if c.wide else flash_backward
+    d, dv = c.width(request.qk_dim), c.width(request.v_dim)
     keys = {name: descriptor("bf16", 1, 1, 64, dim) for name, dim in (("k", d), ("v", dv), ("dk", d), ("dv", dv))}
     signature = {
         **{f"{name}_desc": text for name, text in keys.items()},
         "q_desc": descriptor("bf16", 1, 1, c.rows, d), "do_desc": descriptor("bf16", 1, 1, c.rows, dv),
         "lse_desc": descriptor("fp32", 1, c.rows), "delta_desc": descriptor("fp32", 1, c.rows),
-        "dq_desc": descriptor("fp32", 1, 1, 64, c.dq_columns(d)), "scale": "fp32", "cap": "fp32", "factor": "fp32",
+        "dq_desc": descriptor("fp32", 1, 1, 64, c.dq_columns(request.qk_dim)), "scale": "fp32", "cap": "fp32", "factor": "fp32",
     }  # fmt: skip
     constants = {
-        "ROWS": c.rows, "STAGES": c.stages, "SECTION": c.section, "REGISTERS": c.registers, "EVEN": request.even,
-        "SKIP": True, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high, "SOFTCAP": request.softcap,
+        **c.constants(), "EVEN": request.even, "SKIP": True, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high,
+        "SOFTCAP": request.softcap,
     }  # fmt: skip
-    names = flash_backward.arg_names
+    names = kernel.arg_names
     types = {n: "constexpr" if n in constants else signature.get(n, "i32") for n in names}
     source = GluonASTSource(
-        fn=flash_backward, signature=types, constexprs={(names.index(n),): x for n, x in constants.items()}, attrs={}
+        fn=kernel, signature=types, constexprs={(names.index(n),): x for n, x in constants.items()}, attrs={}
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     return {**report(compiled), "assembler": assembler_says(compiled.asm["ptx"])}

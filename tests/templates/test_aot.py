@@ -162,6 +162,8 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
         ((128, 64), {"has_high": True}, 0),
         ((64, 64), {"has_high": True}, 96),
         ((64, 64), {"has_high": True, "softcap": True}, 0),
+        ((256, 256), {}, 0),
+        ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 64),
     ],
 )
 def test_gluon_backward(dims: tuple[int, int], options: dict[str, bool], stack: int) -> None:
