@@ -4,8 +4,9 @@
 
 bfloat16, unit normal operands, median of triton.testing.do_bench. FLOPs of the forward are 4 * B * H * M * N * D,
 half of that when causal, and of what a window or documents keep where those apply; the backward counts 2.5 times the
-forward. ``ours`` and FlexAttention are compiled with static shapes: ``default`` takes each library's own choice of
-tiles, ``--tuned`` adds mode="max-autotune-no-cudagraphs" for both. Every provider's output is compared with eager
+forward. ``ours``, ``general`` (ours without the kernels that are for one GPU architecture alone) and
+FlexAttention are compiled with static shapes: ``default`` takes each library's own choice of tiles, ``--tuned`` adds
+mode="max-autotune-no-cudagraphs" for both. Every provider's output is compared with eager
 float32 code first. One process a case: all compile first, ``--jobs`` at a time, then one after the other is timed alone.
 """
 
@@ -116,7 +117,7 @@ class Problem:
             return f"attention(score=where(({causal}) & {same}, {s}, -inf))", [self.document]
         return f"attention(score=where({causal}, {s}, -inf), sinks=[f0[h]])", [self.sink]
 
-    def ours(self, mode: str | None) -> Callable[..., Any]:
+    def ours(self, mode: str | None, kernel: str = "triton") -> Callable[..., Any]:
         import torch
 
         from fa_inductor import lowering, ops
@@ -124,7 +125,7 @@ class Problem:
         lowering.register()
         program, captures = self.program()
         return torch.compile(
-            lambda q, k, v: ops.flash_attention(q, k, v, captures, [], program, "triton")[0], mode=mode, dynamic=False
+            lambda q, k, v: ops.flash_attention(q, k, v, captures, [], program, kernel)[0], mode=mode, dynamic=False
         )
 
     def sdpa(self, backend: str) -> Callable[..., Any]:
@@ -187,6 +188,8 @@ class Problem:
         tuned = "max-autotune-no-cudagraphs" if name.endswith("_tuned") else None
         if kind == "ours":
             return self.ours(tuned)
+        if kind == "general":
+            return self.ours(tuned, "general")
         if kind == "flex":
             return self.flex(tuned)
         if kind == "eager":

@@ -22,7 +22,7 @@ __all__ = ["ENV_PREFIX", "ENV_SWITCH", "Options"]
 ENV_SWITCH = "FA_INDUCTOR"
 ENV_PREFIX = "FA_INDUCTOR_"
 
-KERNELS = ("auto", "reference", "aten")
+KERNELS = ("auto", "general", "reference", "aten")
 FP8_FORMATS = ("e4m3",)
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -89,7 +89,8 @@ class Options:
     kernel: str = _option(
         "auto",
         _choice(KERNELS, optional=False),
-        "'auto' lets the device decide, 'aten' allows ATen's kernels only, 'reference' is the testing mode: every "
+        "'auto' lets the device decide, 'general' leaves out kernels that are hand-scheduled for one GPU architecture, 'aten' "
+        "allows ATen's kernels only, 'reference' is the testing mode: every "
         "recognised site is rewritten whatever the device and runs the dense reference kernel",
     )
     fp8: str | None = _option(None, _fp8, "reserved for FP8 attention; anything but None raises in this version")

@@ -1,6 +1,6 @@
 """The fused ops inside Inductor: generated Triton on CUDA, the op's own kernel elsewhere.
 
-:func:`register` installs one lowering for each op. On CUDA and with ``kernel="triton"`` it asks
+:func:`register` installs one lowering for each op. On CUDA and with ``kernel="triton"`` or "general" it asks
 :mod:`fa_inductor.templates.select` for a template, renders it for the operands at hand and hands Inductor a
 ``TritonTemplate``: what follows the attention is fused into its epilogue, lengths may be symbolic, and under
 max-autotune the configurations are timed against each other. Everything else runs the op's eager kernel.
@@ -199,7 +199,7 @@ def _hopper_backward(o: Operands, problem: Problem, request: select.Request) -> 
 def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> str:
     """Why an op is not lowered at all, "" where it may be."""
     device = operands[0].get_device()
-    if kernel != "triton":
+    if kernel not in ("triton", "general"):
         return f"kernel {kernel!r} was chosen"
     if device.type != "cuda":
         return f"operands are on {device.type}"
@@ -261,7 +261,7 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention, args, answer.reason)
-    if answer.template == select.HOPPER and _hopper_runs(o, problem):
+    if kernel == "triton" and answer.template == select.HOPPER and _hopper_runs(o, problem):
         program = Program.of(spec, problem).spec.program
         return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
     arch = select.architecture(request.capability)
@@ -317,7 +317,7 @@ def _lower_backward(
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention_backward, args, answer.reason)
-    if _hopper_backward(o, problem, request):
+    if kernel == "triton" and _hopper_backward(o, problem, request):
         program = Program.of(spec, problem).spec.program
         operands = (do, o.q, o.k, o.v, realised(out), realised(lse), o.sizes, program)
         return list(_fallback(ops.hopper_attention_backward, operands, f"{select.HOPPER} was chosen"))

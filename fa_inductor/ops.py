@@ -6,7 +6,8 @@ the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and 
 
 * ``reference``: :mod:`fa_inductor.reference`, any program, any device;
 * ``aten``: ATen's flash attention for CPU, for what :func:`fa_inductor.cpu_flash.supports` admits;
-* ``triton``: lowered by Inductor; called outside a compiled graph it computes the reference.
+* ``triton``: lowered by Inductor to the best template for the device; ``general``: to the Triton templates that serve every
+  architecture. Called outside a compiled graph both compute the reference.
 
 ``plain_attention`` is what a compiled graph calls in place of ``flash_attention`` for a program without masks, bias or
 captures on CPU: the same results, without the layers of dispatch that autograd and ambient modes need.
@@ -37,7 +38,7 @@ from fa_inductor.expr import INDEX_NAMES, SIZE_NAMES, Sym
 from fa_inductor.spec import AttentionSpec
 
 NAMESPACE = "fa_inductor"
-KERNELS = ("reference", "aten", "triton")
+KERNELS = ("reference", "aten", "general", "triton")
 
 _LIB = torch.library.Library(NAMESPACE, "DEF")
 # Kernels take operands of any strides; without the tag Inductor would copy permuted and expanded ones first.

@@ -250,7 +250,7 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
     v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
     captures = [em.value(c) for c in match.captures]
-    if kernel == "triton":
+    if kernel in ("triton", "general"):
         captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
     sizes = [em.size(s) for s in match.sizes]
     if match.dropout_p:

@@ -53,8 +53,8 @@ def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
     device = _tensor(match.q.node).device
     if device.type == "cpu":
         return _cpu(match, options)
-    if device.type == "cuda" and options.kernel == "auto":
-        return _cuda(match, device)
+    if device.type == "cuda" and options.kernel in ("auto", "general"):
+        return _cuda(match, device, options.kernel == "general")
     return Choice(None, reason=f"no kernel for device {device.type} with kernel={options.kernel!r}")
 
 
@@ -112,7 +112,7 @@ def _hints(match: AttentionMatch) -> dict[sympy.Expr, sympy.Expr]:
     return table
 
 
-def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
+def _cuda(match: AttentionMatch, device: torch.device, general: bool) -> Choice:
     dims = [match.extent(match.groups[g]) for g in ("qk", "v")]
     if not all(d.is_Integer for d in dims):
         return Choice(None, reason="head_dim is a run-time size")
@@ -132,8 +132,9 @@ def _cuda(match: AttentionMatch, device: torch.device) -> Choice:
         queries=size_hint(match, lengths[0]),
         heads=size_hint(match, match.extent((*match.groups["batch"], *match.groups["heads"]))),
         facts=Facts(rows, cols),
+        general=general,
     )
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
         return Choice(None, reason=answer.reason)
-    return Choice("triton", answer.template)
+    return Choice("general" if general else "triton", answer.template)

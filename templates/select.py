@@ -7,7 +7,7 @@ rewritten and again when the op is lowered; its reasons are what the report show
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa_inductor.bounds import Facts
 from fa_inductor.expr import KV_IDX, Q_IDX, Load
@@ -57,6 +57,7 @@ class Request:
         keys, queries, heads: lengths and batch size times query heads, or the ones that run-time sizes were traced with;
             None where not known.
         facts: what is known of the lengths for certain.
+        general: whether kernels for one architecture alone are left out.
     """
 
     spec: AttentionSpec
@@ -72,6 +73,7 @@ class Request:
     queries: int | None = None
     heads: int | None = None
     facts: Facts = NO_FACTS
+    general: bool = False
 
 
 def architecture(capability: tuple[int, int]) -> int | None:
@@ -85,7 +87,7 @@ def architecture(capability: tuple[int, int]) -> int | None:
 
 
 def supports(request: Request) -> Supported | Unsupported:
-    """Ask every template in order."""
+    """Ask every template in order. Where the backward's is another than the forward's, both are named."""
     arch = architecture(request.capability)
     if arch is None:
         major, minor = request.capability
@@ -93,11 +95,10 @@ def supports(request: Request) -> Supported | Unsupported:
     general = _general(request)
     if isinstance(general, Unsupported):
         return general
-    if not not_hopper(request):
-        return Supported(HOPPER)
-    if arch >= 90 and request.tma is not False and request.dtype != "float32":
-        return Supported(f"sm{arch}-tma")
-    return Supported(f"sm{arch}-pointer")
+    tma = arch >= 90 and request.tma is not False and request.dtype != "float32"
+    passes = [replace(request, backward=False), request]
+    forward, backward = (f"sm{arch}-{'tma' if tma else 'pointer'}" if not_hopper(r) else HOPPER for r in passes)
+    return Supported(forward if forward == backward else f"{forward}, backward {backward}")
 
 
 #: The name of the Gluon kernels for sm_90. Forward and backward are chosen each for itself.
@@ -106,6 +107,8 @@ HOPPER = "sm90-gluon"
 
 def not_hopper(request: Request) -> str:
     """Why the Gluon kernels for Hopper do not run a pass, "" where they do."""
+    if request.general:
+        return "kernel='general' was chosen"
     if request.capability != (9, 0) or os.environ.get("TRITON_OVERRIDE_ARCH"):
         return "the device is not sm_90"
     if request.tma is False:

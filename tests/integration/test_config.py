@@ -53,7 +53,7 @@ def test_ours_are_taken_and_inductors_are_passed_on() -> None:
         ({"min_seqlen": True}, "min_seqlen: got True of type bool"),
         ({"min_seqlen": 2.0}, "min_seqlen: got 2.0 of type float"),
         ({"kernel": "referense"}, "(did you mean 'reference'?)"),
-        ({"kernel": None}, "kernel: got None of type NoneType, expected 'auto' or 'reference' or 'aten'"),
+        ({"kernel": None}, "kernel: got None of type NoneType, expected 'auto' or 'general' or 'reference' or 'aten'"),
         ({"log_level": "info"}, "log_level: got 'info' of type str"),
         ({"fp8": "e5m2"}, "fp8: got 'e5m2' of type str, expected None or 'e4m3'"),
         ({"max_autotune": 3}, "Inductor option max_autotune: got 3 of type int, expected bool"),

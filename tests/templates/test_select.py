@@ -1,0 +1,66 @@
+"""Which template a device gets, forward and backward, and how the report names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.select import HOPPER, Request, Supported, Unsupported, not_hopper, supports
+
+CAUSAL = AttentionSpec.parse("attention(score=where(kv_idx <= q_idx, score * 0.1, -inf))")
+#: A causal training step on Hopper.
+REQUEST = Request(
+    CAUSAL, "bfloat16", 128, 128, (9, 0), tma=True, backward=True, keys=4096, queries=4096, heads=64
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
+
+
+def named(**changes: object) -> str:
+    answer = supports(replace(REQUEST, **changes))  # type: ignore[arg-type]
+    assert isinstance(answer, Supported), answer
+    return answer.template
+
+
+def test_hopper_takes_both_passes() -> None:
+    assert named() == named(backward=False) == HOPPER
+    assert named(qk_dim=256, v_dim=256) == HOPPER
+
+
+def test_passes_are_chosen_each_for_itself() -> None:
+    # Masked scores at small head dims are the general kernel's in the forward.
+    assert named(qk_dim=64, v_dim=64) == f"sm90-tma, backward {HOPPER}"
+    assert named(qk_dim=64, v_dim=64, backward=False) == "sm90-tma"
+    # dQ is added up in no fixed order.
+    assert named(deterministic=True) == f"{HOPPER}, backward sm90-tma"
+    assert "deterministic" in not_hopper(replace(REQUEST, deterministic=True))
+    # Beyond 128 columns the values must be as wide as the keys.
+    assert named(qk_dim=192, v_dim=128) == f"{HOPPER}, backward sm90-tma"
+
+
+@pytest.mark.parametrize(
+    ("changes", "template"),
+    [
+        ({"general": True}, "sm90-tma"),
+        ({"tma": False}, "sm90-pointer"),
+        ({"dtype": "float32"}, "sm90-pointer"),
+        ({"keys": None}, "sm90-tma"),
+        ({"keys": 100}, "sm90-tma"),
+        ({"heads": 1}, "sm90-tma"),
+        ({"capability": (8, 0)}, "sm80-pointer"),
+        ({"capability": (8, 9)}, "sm80-pointer"),
+        ({"capability": (10, 0)}, "sm100-tma"),
+        ({"capability": (12, 0)}, "sm80-pointer"),
+    ],
+)
+def test_the_general_templates_take_the_rest(changes: dict[str, object], template: str) -> None:
+    assert named(**changes) == template
+
+
+def test_older_devices_have_none() -> None:
+    assert isinstance(supports(replace(REQUEST, capability=(7, 5))), Unsupported)
