@@ -22,10 +22,23 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.configs import TileConfig
 
 TOKENS, HIDDEN = 16384, 2048
+#: Keys of a window; documents of equal length in a sequence.
+WINDOW, DOCUMENTS = 1024, 8
+_CAUSAL = "attention(score=where((q_idx >= kv_idx){more}, {live}, -inf){rest})"
 PROGRAMS = {
     "full": "attention(score=score * {scale})",
-    "causal": "attention(score=where(q_idx >= kv_idx, score * {scale}, -inf))",
     "bias": "attention(score=score * {scale} + f0[h, q_idx, kv_idx])",
+    **{
+        name: _CAUSAL.replace("{more}", more).replace("{live}", live).replace("{rest}", rest)
+        for name, more, live, rest in (
+            ("causal", "", "score * {scale}", ""),
+            ("alibi", "", "score * {scale} + f0[h] * cast_float(kv_idx - q_idx)", ""),
+            ("softcap", "", "tanh(score * {scale} * 0.03333333333333333) * 30.0", ""),
+            ("window", f" & (q_idx - kv_idx < {WINDOW})", "score * {scale}", ""),
+            ("document", " & (i0[b, q_idx] == i0[b, kv_idx])", "score * {scale}", ""),
+            ("sinks", "", "score * {scale}", ", sinks=[f0[h]]"),
+        )
+    },
 }
 Job = tuple[str, int, str, int, TileConfig]
 _FORWARD = [
@@ -70,6 +83,28 @@ def parse(job: str) -> list[Job]:
     return [(which, int(dim), program, int(length), c) for c in found]
 
 
+def _captures(program: str, heads: int, batch: int, length: int) -> list[Any]:
+    import torch
+
+    if program == "bias":
+        return [torch.randn(heads, length, length, device="cuda", dtype=torch.bfloat16)]
+    if program == "alibi":
+        return [torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)], device="cuda")]
+    if program == "document":
+        return [(torch.arange(length, device="cuda") * DOCUMENTS // length).expand(batch, length).contiguous()]
+    return [torch.randn(heads, device="cuda")] if program == "sinks" else []
+
+
+def _kept(program: str, length: int) -> float:
+    """Share of the scores that a program keeps."""
+    if program == "window":
+        w = min(WINDOW, length)
+        return (w * (w + 1) / 2 + (length - w) * w) / length**2
+    if program == "document":
+        return 0.5 / DOCUMENTS
+    return 1.0 if program in ("full", "bias") else 0.5
+
+
 class Case:
     """One kernel at one shape: builds the operands and times a configuration."""
 
@@ -80,12 +115,12 @@ class Case:
 
         direct.set_allocator(torch.device("cuda"))
         self.which, self.dim, self.length = which, dim, length
-        self.spec = AttentionSpec.parse(PROGRAMS[program].format(scale=dim**-0.5))
+        self.spec = AttentionSpec.parse(PROGRAMS[program].replace("{scale}", repr(dim**-0.5)))
         heads, batch = HIDDEN // dim, TOKENS // length
         shape = (batch, heads, length, dim)
         make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         self.q, self.k, self.v, self.do = (make(*shape) for _ in range(4))
-        self.captures = [make(heads, length, length)] if program == "bias" else []
+        self.captures = _captures(program, heads, batch, length)
         self.out, self.dv = torch.empty_like(self.q), torch.empty_like(self.v)
         self.lse = torch.zeros(shape[:3], device="cuda")
         self.delta, self.row_log = torch.zeros_like(self.lse), torch.zeros_like(self.lse)
@@ -96,7 +131,7 @@ class Case:
             out, self.lse = direct.forward(self.q, self.k, self.v, self.captures, (), self.spec, configs)
             self.delta = (out.float() * self.do.float()).sum(-1)
         products = {"forward": 4, "dkdv": 8, "dq": 6}[which]
-        self.flops = products * batch * heads * length * length * dim * (0.5 if program == "causal" else 1.0)
+        self.flops = products * batch * heads * length * length * dim * _kept(program, length)
         self.heads = batch * heads
 
     def prepare(self, config: TileConfig) -> tuple[Any, list[Any], int, dict[str, int]]:

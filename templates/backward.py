@@ -8,6 +8,7 @@ from typing import Any
 from fa_inductor.derivative import d_load
 from fa_inductor.expr import Expr, Load, Sym
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.body import tile_body
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.forward import checked_dims, sink_lines, used_captures, used_sizes
 from fa_inductor.templates.program import LOG2E, ZERO, Program
@@ -18,6 +19,7 @@ from fa_inductor.templates.tiles import plan
 #: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024) is too coarse for exp(logit - lse).
 LSE_LIMIT = 1024.0
 
+_PROPAGATE = "propagate_nan=tl.PropagateNan.ALL"
 _ATOMIC = 'tl.atomic_add({}, {}, mask={}, sem="relaxed")'
 
 
@@ -107,37 +109,36 @@ def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
     program = Program.of(spec, problem)
     spec = program.spec
     schedule = plan(program, problem, keys=False, backward=True)
-    logits = {True: spec.score, False: schedule.full}
-    needed = [e for logit in logits.values() for e in (program.body(logit), program.rest(logit))]
+    needed = [e for logit in (spec.score, schedule.full) for e in (program.body(logit), program.rest(logit))]
     head = ScorePrinter(problem.captures, "r")
     for e in hoistable(needed, frozenset({"q_idx"})):
         head.emit(e)
-    functions = set(head.functions) | schedule.functions
 
-    def tile_lines(edge: bool) -> tuple[list[str], str]:
-        printer = ScorePrinter(problem.captures, "e" if edge else "t", head.names)
-        printer.assign("logit", program.body(logits[edge]))
-        ds = printer.times("ds", program.rest(logits[edge]))
-        functions.update(printer.functions)
-        return printer.lines, ds
+    def after(printer: ScorePrinter, logit: Expr, tail: bool) -> list[str]:
+        return _derivative_lines(printer, program.rest(logit), "rows[None, :] < Q_LEN" if tail else "")
 
-    full_lines, full_ds = tile_lines(False)
-    edge_lines, edge_ds = tile_lines(True)
+    inside = "" if problem.even_q else "rows[None, :] < Q_LEN"
+    body = tile_body(program, problem, schedule, head.names, inside, after)
+    functions = head.functions | schedule.functions | body.functions
     captures = used_captures((spec.score, *needed), spec.seed_slot)
     arguments = ("Q", "K", "V", "DO", *_row_inputs(program), "DELTA", "DV", *(f"CAP{s}" for s, _ in captures))
-    printed = [*head.lines, *full_lines, *edge_lines, *schedule.lines]
+    printed = [*head.lines, *body.lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
-    context.update(
-        row_lines=head.lines,
-        full_lines=full_lines,
-        edge_lines=edge_lines,
-        full_ds=full_ds,
-        edge_ds=edge_ds,
-        range_lines=schedule.lines,
-        loops=schedule.loops,
-    )
+    context.update(row_lines=head.lines, loop=schedule, body=body)
     constants = {**_constants(program, problem, config), "FACTOR": program.factor}
     return _kernel("dkdv", functions, context, arguments, ("DV",), constants, config)
+
+
+def _derivative_lines(printer: ScorePrinter, rest: Expr, inside: str) -> list[str]:
+    """Statements that turn ``ds`` = dL/dlogit into dL/dscore over the factor; 0 where ``inside`` does not hold."""
+    start = len(printer.lines)
+    text = printer.times("ds", rest)
+    lines = printer.lines[start:]
+    if text != "ds":
+        lines.append(f"ds = {text}")
+        if inside:
+            lines.append(f"ds = tl.where({inside}, ds, 0.0)")
+    return lines
 
 
 def depends(load: Load, name: str) -> bool:
@@ -205,7 +206,8 @@ class _CaptureGradients:
         if self.sums_rows:
             exponent = "(sink{0} - row_max) * SCALE - row_log" if self.program.wide else "sink{0} - lse"
             for i in range(len(self.program.spec.sinks)):
-                printer.lines.append(f"s{i} = tl.exp2({exponent.format(i)})")
+                # A sink is part of its row's sum; where rounding hides that, it must not make up a weight above 1.
+                printer.lines.append(f"s{i} = tl.exp2(tl.minimum({exponent.format(i)}, 0.0, {_PROPAGATE}))")
                 printer.lines.append(f"delta_error = delta_error - delta * s{i}")
         for i, load in enumerate(self.loads):
             if not depends(load, "kv_idx"):
@@ -243,34 +245,27 @@ def dq_kernel(
     program = Program.of(spec, problem)
     spec = program.spec
     schedule = plan(program, problem, keys=True, backward=True)
-    logits = {True: spec.score, False: schedule.full}
     rows = ScorePrinter(problem.captures, "r")
     gradients = _CaptureGradients(program, grad_slots, rows)
     if gradients.sums_rows:
         sink_lines(rows, spec, 1.0 / program.scale if program.wide else LOG2E)
     needed = [
         e
-        for logit in logits.values()
+        for logit in (spec.score, schedule.full)
         for e in (program.body(logit), program.rest(logit), *gradients.derivatives(logit))
     ]
     for e in hoistable(needed, frozenset({"kv_idx"})):
         rows.emit(e)
     row_lines = list(rows.lines)
-    functions = set(schedule.functions)
 
-    def tile_lines(edge: bool) -> tuple[list[str], str, list[str]]:
-        printer = ScorePrinter(problem.captures, "e" if edge else "t", rows.names)
-        printer.assign("logit", program.body(logits[edge]))
-        ds = printer.times("ds", program.rest(logits[edge]))
-        lines = list(printer.lines)
-        grad_lines = gradients.tile_lines(printer, logits[edge], edge and not problem.even_kv)
-        functions.update(printer.functions)
-        return lines, ds, grad_lines
+    def after(printer: ScorePrinter, logit: Expr, tail: bool) -> list[str]:
+        lines = gradients.tile_lines(printer, logit, tail)
+        return lines + _derivative_lines(printer, program.rest(logit), "kv_vec[None, :] < KV_LEN" if tail else "")
 
-    full_lines, full_ds, full_grad_lines = tile_lines(False)
-    edge_lines, edge_ds, edge_grad_lines = tile_lines(True)
+    inside = "" if problem.even_kv else "kv_vec[None, :] < KV_LEN"
+    body = tile_body(program, problem, schedule, rows.names, inside, after)
     end_lines = gradients.end_lines()
-    functions |= rows.functions
+    functions = schedule.functions | body.functions | rows.functions
     exprs = (*spec.expressions, *needed) if grad_slots else (spec.score, *needed)
     captures = used_captures(exprs, spec.seed_slot)
     grads = [(slot, rank) for slot, rank in captures if slot in grad_slots]
@@ -279,23 +274,15 @@ def dq_kernel(
         *(f"GRAD{s}" for s, _ in grads),
         *(f"CAP{s}" for s, _ in captures),
     )
-    printed = [
-        *row_lines, *full_lines, *full_grad_lines, *edge_lines, *edge_grad_lines, *end_lines, *schedule.lines
-    ]  # fmt: skip
+    printed = [*row_lines, *body.lines, *end_lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
     context.update(
         grads=grads,
         row_lines=row_lines,
         row_sums=gradients.row_sums,
         sums_rows=gradients.sums_rows,
-        full_lines=full_lines,
-        full_grad_lines=full_grad_lines,
-        edge_lines=edge_lines,
-        edge_grad_lines=edge_grad_lines,
-        full_ds=full_ds,
-        edge_ds=edge_ds,
-        range_lines=schedule.lines,
-        loops=schedule.loops,
+        loop=schedule,
+        body=body,
         end_lines=end_lines,
     )
     constants = {**_constants(program, problem, config), "FACTOR": program.factor}

@@ -7,6 +7,7 @@ from typing import Any
 
 from fa_inductor.expr import Expr, Load, Sym
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.body import tile_body
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import LOG2E, Program
 from fa_inductor.templates.rendering import KernelSource, Problem, common_constants, is_even, render
@@ -34,11 +35,18 @@ def checked_dims(lines: list[str], captures: list[tuple[int, int]]) -> set[tuple
     return {(s, d) for s, rank in captures for d in range(rank) if f"CAP{s}_N{d}" in text}
 
 
+_LARGEST = float_literal(3.0e38)
+
+
 def sink_lines(printer: ScorePrinter, spec: AttentionSpec, unit: float) -> None:
     """Print each sink as a block [BLOCK_M] ``sink0``, ... in the units of the running maximum."""
     for i, sink in enumerate(spec.sinks):
         block = f"tl.reshape(({printer.emit(sink)}) + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])"
-        printer.lines.append(f"sink{i} = {block} * {float_literal(unit)}")
+        printer.lines.append(f"raw{i} = {block}")
+        printer.lines.append(f"sink{i} = raw{i} * {float_literal(unit)}")
+        if unit > 1.0:
+            # A finite sink stays finite: only an infinite one makes its row NaN.
+            printer.lines.append(f'sink{i} = tl.where(sink{i} - raw{i} == float("inf"), {_LARGEST}, sink{i})')
 
 
 #: Rows of the tallest tile that holds the queries of a whole group.
@@ -63,37 +71,27 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
     spec = program.spec
     pack = packs_heads(problem, config)
     schedule = plan(program, problem, keys=True, backward=False, packed=pack)
-    edge, full = program.body(spec.score), program.body(schedule.full)
 
     rows = ScorePrinter(problem.captures, "r")
     sink_lines(rows, spec, 1.0 / program.scale if program.wide else LOG2E)
-    for e in hoistable([edge, full], frozenset({"kv_idx"})):
+    for e in hoistable([program.body(spec.score), program.body(schedule.full)], frozenset({"kv_idx"})):
         rows.emit(e)
-    functions = set(rows.functions) | schedule.functions
-
-    def tile_lines(e: Expr, prefix: str) -> list[str]:
-        printer = ScorePrinter(problem.captures, prefix, rows.names)
-        printer.assign("logit", e)
-        functions.update(printer.functions)
-        return printer.lines
-
-    full_lines, edge_lines = tile_lines(full, "t"), tile_lines(edge, "e")
+    body = tile_body(program, problem, schedule, rows.names, "" if problem.even_kv else "(kv_vec < KV_LEN)[None, :]")
+    functions = rows.functions | schedule.functions | body.functions
     captures = used_captures(spec.expressions, spec.seed_slot)
     arguments = ("Q", "K", "V", "LSE", *(f"CAP{s}" for s, _ in captures))
     context: dict[str, Any] = {
         "kernel_args": ", ".join(f'"{a}"' for a in arguments),
         "captures": captures,
-        "checked_dims": checked_dims([*rows.lines, *full_lines, *edge_lines, *schedule.lines], captures),
+        "checked_dims": checked_dims([*rows.lines, *body.lines, *schedule.lines], captures),
         "sizes": used_sizes(spec.expressions),
         "pack": pack,
         "tma": config.tma and problem.tma,
         "qk_even": is_even(problem.qk_dim),
         "v_even": is_even(problem.v_dim),
         "row_lines": rows.lines,
-        "full_lines": full_lines,
-        "edge_lines": edge_lines,
-        "range_lines": schedule.lines,
-        "loops": schedule.loops,
+        "loop": schedule,
+        "body": body,
         "seed_slot": spec.seed_slot,
         "sinks": len(spec.sinks),
         "wide": program.wide,

@@ -18,7 +18,23 @@ from functools import cached_property, lru_cache
 
 from fa_inductor.bounds import Facts, row_always_has_key
 from fa_inductor.derivative import d_score
-from fa_inductor.expr import BOOL, FLOAT, INT, KV_IDX, Q_IDX, TRUE, Call, Const, Expr, Load, call, substitute
+from fa_inductor.expr import (
+    BOOL,
+    FLOAT,
+    INT,
+    KV_IDX,
+    KV_LEN,
+    Q_IDX,
+    Q_LEN,
+    SCORE,
+    TRUE,
+    Call,
+    Const,
+    Expr,
+    Load,
+    call,
+    substitute,
+)  # fmt: skip
 from fa_inductor.intervals import never_negative
 from fa_inductor.masks import MaskedScore, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
@@ -76,7 +92,73 @@ def pull_scale(e: Expr) -> tuple[Expr, float]:
             if x == Const(-math.inf):
                 body, c = pull_scale(y)
                 return call("where", condition, x, body), c
+        if e.fn in ("add", "sub") and e.kind == FLOAT:
+            return _pull_from_sum(e)
     return e, 1.0
+
+
+def _pull_from_sum(e: Call) -> tuple[Expr, float]:
+    """:func:`pull_scale` of ``score * c + term``: the term is divided by c once a row or once a block where it can be."""
+    x, y = e.args
+    turned = not x.depends_on(SCORE)
+    if turned:
+        x, y = y, x
+    body, c = pull_scale(x)
+    # A term such as a mask's -1e9 may overflow when it is divided, and rounding it once more would show.
+    if c == 1.0 or not 1e-6 < c < 1e6 or y.depends_on(SCORE) or may_be_huge(y):
+        return e, 1.0
+    term = _scaled(y, 1.0 / c)
+    return call(e.fn, *((term, body) if turned else (body, term))), c
+
+
+def _scaled(e: Expr, k: float) -> Expr:
+    """``e * k``, k multiplied into a factor that is one number for a block where there is one."""
+    if isinstance(e, Call) and e.fn == "mul":
+        x, y = e.args
+        if isinstance(y, Const) and math.isfinite(float(y.value) * k):
+            return call("mul", x, Const(float(y.value) * k))
+        if not x.depends_on(Q_IDX, KV_IDX):
+            return call("mul", _scaled(x, k), y)
+        if not y.depends_on(Q_IDX, KV_IDX):
+            return call("mul", x, _scaled(y, k))
+    return call("mul", e, Const(k))
+
+
+#: Integers up to this magnitude are exact in float32.
+_EXACT = 2**24
+
+
+def float_indices(e: Expr, facts: Facts) -> Expr:
+    """``e`` with ``cast_float(kv_idx - q_idx)`` written ``cast_float(kv_idx) - cast_float(q_idx)``, and the like.
+
+    Both are the same number where every index is exact in float32, which the lengths in ``facts`` must show. The casts
+    are then one a row and one a key instead of one a score, at a quarter of the rate of an addition.
+    """
+    if not isinstance(e, Call):
+        return e
+    if e.fn == "cast_float" and e.args[0].kind == INT:
+        turned = _float_integer(e.args[0], facts)
+        if turned is not None:
+            return turned[0]
+    args = [float_indices(a, facts) for a in e.args]
+    return e if args == list(e.args) else call(e.fn, *args)
+
+
+def _float_integer(e: Expr, facts: Facts) -> tuple[Expr, int] | None:
+    """(``cast_float(e)`` computed in floats, a bound on its magnitude), None where the two could differ."""
+    lengths = {Q_IDX: facts.q_len, KV_IDX: facts.kv_len, Q_LEN: facts.q_len, KV_LEN: facts.kv_len}
+    length = lengths.get(e)
+    if length is not None:
+        return (call("cast_float", e), length) if length <= _EXACT else None
+    if isinstance(e, Const):
+        return (Const(float(e.value)), abs(int(e.value))) if abs(int(e.value)) <= _EXACT else None
+    if not isinstance(e, Call) or e.fn not in ("add", "sub", "neg", "abs"):
+        return None
+    parts = [_float_integer(a, facts) for a in e.args]
+    bound = sum(p[1] for p in parts if p is not None)
+    if None in parts or bound > _EXACT:
+        return None
+    return call(e.fn, *(p[0] for p in parts if p is not None)), bound
 
 
 def pull_factor(e: Expr) -> tuple[Expr, float]:
@@ -149,6 +231,7 @@ class Program:
     @lru_cache(maxsize=512)
     def under(spec: AttentionSpec, facts: Facts, square: bool) -> Program:
         """The program where lengths and sizes are as ``facts`` say. ``square``: no more queries than keys."""
+        spec = replace(spec, score=float_indices(spec.score, facts))
         masked = split_mask(spec.score)
         if masked.fill is None or masked.keep == TRUE:
             return Program(spec, masked, True)
@@ -161,8 +244,11 @@ class Program:
 
     @cached_property
     def wide(self) -> bool:
-        """Whether logits may be huge, so that the maximum is subtracted before scaling."""
-        return any(may_be_huge(e) for e in self.spec.expressions)
+        """Whether logits may be huge, so that the maximum is subtracted before scaling.
+
+        A sink may be: beside one that is far larger than every logit no weight is left, whatever it is rounded to.
+        """
+        return may_be_huge(self.spec.score)
 
     @cached_property
     def scale(self) -> float:

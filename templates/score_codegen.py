@@ -245,13 +245,10 @@ class ScorePrinter:
 
     def _cast(self, e: Call, arg: str) -> str:
         source = e.args[0].kind
-        if isinstance(e.args[0], (Const, Sym)):
-            arg = f"tl.to_tensor({arg})"
         if e.kind == BOOL:
             return f"{arg} != 0"
-        if e.kind == FLOAT:
-            return f"{arg}.to(tl.float32)"
-        return f"{arg}.to(tl.int32)" if source == BOOL else f"{arg}.to(tl.int64)"
+        kind = "float32" if e.kind == FLOAT else "int32" if source == BOOL else "int64"
+        return f"tl.cast({arg}, tl.{kind})"
 
     def _divide(self, e: Call, a: str, b: str) -> str:
         """Python's floor division and modulo; Triton's truncate, the same where no operand is negative."""

@@ -83,7 +83,8 @@ def test_full_tiles_leave_the_mask_out() -> None:
     program = Program.of(AttentionSpec.parse(CAUSAL), Problem(64, 64, 1))
     plan = tiles.plan(program, Problem(64, 64, 1), keys=True, backward=False)
     assert program.body(plan.full) == SCORE
-    assert [loop.edge for loop in plan.loops] == [False, True]
+    assert (plan.start, plan.stop) == ("tile_lo", "tile_hi")
+    assert plan.edge == "(start_n + BLOCK_N > full_hi)"
 
 
 def test_padding_stays_in_full_tiles() -> None:
