@@ -135,7 +135,7 @@ class Case:
         self.heads = batch * heads
 
     def prepare(self, config: TileConfig) -> tuple[Any, list[Any], int, dict[str, int]]:
-        from fa_inductor.templates import backward, forward, standalone
+        from fa_inductor.templates import backward, direct, forward, standalone
 
         render = {
             "forward": forward.forward_kernel, "dkdv": backward.dkdv_kernel, "dq": backward.dq_kernel
@@ -143,7 +143,7 @@ class Case:
         kernel = render(self.spec, self.problem, config)
         tensors = {
             "Q": self.q, "K": self.k, "V": self.v, "DO": self.do, "LSE": self.lse, "DELTA": self.delta, "DV": self.dv,
-            "ROW_MAX": self.lse, "ROW_LOG": self.row_log, **{f"CAP{i}": c for i, c in enumerate(self.captures)},
+            "ROW_MAX": self.lse, "ROW_LOG": self.row_log, **direct.named(self.captures, self.spec, self.problem),
         }  # fmt: skip
         function, values = standalone.prepare(kernel, tensors, self.out, fixed=True)
         block = config.block_n if self.which == "dkdv" else config.block_m

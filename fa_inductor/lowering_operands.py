@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.tiles import SUMMARY, summarised_slots
 
 _INT32 = 2**31 - 1
 #: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
@@ -33,7 +35,36 @@ class Operands:
         return batch, heads, self.k.get_size()[1], rows, self.k.get_size()[2]
 
     def named(self) -> dict[str, Any]:
-        return {"Q": self.q, "K": self.k, "V": self.v, **{f"CAP{i}": t for i, t in enumerate(self.captures)}}
+        """The operands, the captured tensors and their summaries, as the kernels name them."""
+        tensors = {"Q": self.q, "K": self.k, "V": self.v, **{f"CAP{i}": t for i, t in enumerate(self.captures)}}
+        problem = problem_of(self)
+        for slot in summarised_slots(Program.of(self.spec, problem), problem):
+            tensors[f"LOW{slot}"], tensors[f"TOP{slot}"] = summary_of(self.captures[slot])
+        return tensors
+
+
+def summary_of(t: Any) -> tuple[Any, Any]:
+    """Least and greatest of every :data:`SUMMARY` elements of the last dimension, bool as 0 and 1."""
+    import torch
+    from torch._inductor.lowering import lowerings, to_dtype
+
+    aten, prims = torch.ops.aten, torch.ops.prims
+    if t.get_dtype() == torch.bool:
+        t = to_dtype(t, torch.int8)
+    *outer, n = t.get_size()
+    tiles = (n + SUMMARY - 1) // SUMMARY
+    if not _sizevars().statically_known_multiple_of(n, SUMMARY):
+        # The last block is filled up with the last element.
+        index = lowerings[prims.iota.default](
+            tiles * SUMMARY, start=0, step=1, dtype=torch.int64, device=t.get_device(), requires_grad=False
+        )
+        last = lowerings[aten.minimum](index, lowerings[aten.full]([], n - 1, dtype=torch.int64, device=t.get_device()))
+        t = lowerings[aten.index](t, [*[None] * len(outer), last])
+    blocks = lowerings[aten.view](t, [*outer, tiles, SUMMARY])
+    low, top = (lowerings[fn](blocks, [-1]) for fn in (aten.amin, aten.amax))
+    low.realize()
+    top.realize()
+    return realised(low), realised(top)
 
 
 def realised(x: Any) -> Any:

@@ -60,6 +60,8 @@ def _context(
         "qk_even": is_even(problem.qk_dim),
         "v_even": is_even(problem.v_dim),
         "seed_slot": program.spec.seed_slot,
+        "loop_summaries": (),
+        "shares_batches": program.shares_batches,
         "wide": program.wide,
         "dead_zero": program.spec.dead_rows == "zero",
         "even_q": problem.even_q,
@@ -122,9 +124,10 @@ def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
     functions = head.functions | schedule.functions | body.functions
     captures = used_captures((spec.score, *needed), spec.seed_slot)
     arguments = ("Q", "K", "V", "DO", *_row_inputs(program), "DELTA", "DV", *(f"CAP{s}" for s, _ in captures))
+    arguments += schedule.arguments
     printed = [*head.lines, *body.lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
-    context.update(row_lines=head.lines, loop=schedule, body=body)
+    context.update(row_lines=head.lines, loop=schedule, loop_summaries=schedule.summaries, body=body)
     constants = {**_constants(program, problem, config), "FACTOR": program.factor}
     return _kernel("dkdv", functions, context, arguments, ("DV",), constants, config)
 
@@ -273,6 +276,7 @@ def dq_kernel(
         *("Q", "K", "V", "DO", *_row_inputs(program), "DELTA"),
         *(f"GRAD{s}" for s, _ in grads),
         *(f"CAP{s}" for s, _ in captures),
+        *schedule.arguments,
     )
     printed = [*row_lines, *body.lines, *end_lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
@@ -282,6 +286,7 @@ def dq_kernel(
         row_sums=gradients.row_sums,
         sums_rows=gradients.sums_rows,
         loop=schedule,
+        loop_summaries=schedule.summaries,
         body=body,
         end_lines=end_lines,
     )

@@ -21,7 +21,7 @@ from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
-from fa_inductor.templates.tiles import choose
+from fa_inductor.templates.tiles import SUMMARY, choose, summarised_slots
 
 _INT32 = 2**31 - 1
 #: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
@@ -117,7 +117,7 @@ def forward(
     pack = packs_heads(problem, configs.forward)
     tiles = -(-(rows * problem.group if pack else rows) // configs.forward.block_m)
     grid = tiles * batch * (k.shape[1] if pack else heads)
-    standalone.launch(kernel, grid, {"Q": q, "K": k, "V": v, "LSE": lse, **_named(captures)}, out, sizes, **options)
+    standalone.launch(kernel, grid, {"Q": q, "K": k, "V": v, "LSE": lse, **named(captures, spec, problem)}, out, sizes, **options)
     return out, lse
 
 
@@ -139,7 +139,7 @@ def backward(
     set_allocator(q.device)
     problem = problem_of(q, k, v, captures, sizes, [grad_out])
     batch, heads, rows, _ = q.shape
-    tensors = {"Q": q, "K": k, "V": v, "DO": grad_out, "LSE": lse, **_named(captures)}
+    tensors = {"Q": q, "K": k, "V": v, "DO": grad_out, "LSE": lse, **named(captures, spec, problem)}
     tensors["DELTA"] = (out.float() * grad_out.float()).sum(-1)
     if is_wide(spec, problem):
         row_max, row_log = torch.empty_like(lse), torch.empty_like(lse)
@@ -160,8 +160,8 @@ def backward(
         buffers = {s: torch.zeros(captures[s].shape, dtype=torch.float32, device=q.device) for s in slots}
         grid = -(-rows // configs.dq.block_m) * batch * heads
         kernel = dq_kernel(spec, problem, configs.dq, slots)
-        named = {f"GRAD{s}": t for s, t in buffers.items()}
-        standalone.launch(kernel, grid, {**tensors, **named}, dq, sizes, **options)
+        grad_tensors = {f"GRAD{s}": t for s, t in buffers.items()}
+        standalone.launch(kernel, grid, {**tensors, **grad_tensors}, dq, sizes, **options)
         grads[0] = dq if needs_grad[0] else None
         for s, t in buffers.items():
             grads[3 + s] = t.to(captures[s].dtype)
@@ -176,5 +176,18 @@ def set_allocator(device: torch.device) -> None:
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
-def _named(captures: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"CAP{i}": t for i, t in enumerate(captures)}
+def named(captures: Sequence[Tensor], spec: AttentionSpec, problem: Problem) -> dict[str, Tensor]:
+    """The captured tensors and their summaries, as the kernels name them."""
+    tensors = {f"CAP{i}": t for i, t in enumerate(captures)}
+    for slot in summarised_slots(Program.of(spec, problem), problem):
+        parts = blocks(captures[slot])
+        tensors[f"LOW{slot}"], tensors[f"TOP{slot}"] = parts.amin(-1), parts.amax(-1)
+    return tensors
+
+
+def blocks(t: Tensor) -> Tensor:
+    """``t`` [..., n] as [..., ceil(n / SUMMARY), SUMMARY], filled up with its last element; bool as 0 and 1."""
+    n = t.shape[-1]
+    tiles = -(-n // SUMMARY)
+    whole = t[..., torch.arange(tiles * SUMMARY, device=t.device).clamp_max(n - 1)]
+    return (whole.to(torch.int8) if t.dtype == torch.bool else whole).unflatten(-1, (tiles, SUMMARY))

@@ -79,18 +79,20 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
     body = tile_body(program, problem, schedule, rows.names, "" if problem.even_kv else "(kv_vec < KV_LEN)[None, :]")
     functions = rows.functions | schedule.functions | body.functions
     captures = used_captures(spec.expressions, spec.seed_slot)
-    arguments = ("Q", "K", "V", "LSE", *(f"CAP{s}" for s, _ in captures))
+    arguments = ("Q", "K", "V", "LSE", *(f"CAP{s}" for s, _ in captures), *schedule.arguments)
     context: dict[str, Any] = {
         "kernel_args": ", ".join(f'"{a}"' for a in arguments),
         "captures": captures,
         "checked_dims": checked_dims([*rows.lines, *body.lines, *schedule.lines], captures),
         "sizes": used_sizes(spec.expressions),
         "pack": pack,
+        "shares_batches": program.shares_batches,
         "tma": config.tma and problem.tma,
         "qk_even": is_even(problem.qk_dim),
         "v_even": is_even(problem.v_dim),
         "row_lines": rows.lines,
         "loop": schedule,
+        "loop_summaries": schedule.summaries,
         "body": body,
         "seed_slot": spec.seed_slot,
         "sinks": len(spec.sinks),

@@ -28,9 +28,11 @@ from fa_inductor.expr import (
     Q_LEN,
     SCORE,
     TRUE,
+    B,
     Call,
     Const,
     Expr,
+    H,
     Load,
     call,
     substitute,
@@ -295,3 +297,12 @@ class Program:
     def loads_tiles(self) -> bool:
         """Whether a tensor is read at every (q_idx, kv_idx): a bias or a mask of the scores' size, or a gather."""
         return any(n.depends_on(Q_IDX) and n.depends_on(KV_IDX) for n in self.spec.loads())
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether what is read at every (q_idx, kv_idx) is the same in every batch and differs between heads.
+
+        The programs of one head's batches then run side by side, so that a tile of it is read from memory once.
+        """
+        tiles = [n for n in self.spec.loads() if n.depends_on(Q_IDX) and n.depends_on(KV_IDX)]
+        return any(n.depends_on(H) for n in tiles) and not any(n.depends_on(B) for n in tiles)

@@ -7,7 +7,8 @@ exchanged: with q_idx and kv_idx swapped in the mask, the same proofs give the q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from fa_inductor.bounds import KvBounds
@@ -16,7 +17,7 @@ from fa_inductor.masks import MaskedScore, conjuncts, normalise
 from fa_inductor.templates.configs import TileConfig, Use, candidates
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem, padded_dim
-from fa_inductor.templates.score_codegen import ScorePrinter
+from fa_inductor.templates.score_codegen import CaptureInfo, ScorePrinter
 
 #: Past every index, and a sum of two fits int32: lengths lie below 2^30.
 _FAR = 2**30
@@ -38,6 +39,7 @@ class Plan:
         edge: condition under which a tile needs the whole program and a tail mask; "" where every tile does.
         full: the logit of a tile that is no edge.
         functions: device functions that the statements call.
+        summaries: (slot, rank) of the captured tensors whose summaries the statements read.
     """
 
     lines: tuple[str, ...]
@@ -46,6 +48,12 @@ class Plan:
     edge: str
     full: Expr
     functions: frozenset[str]
+    summaries: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the summaries among a kernel's arguments."""
+        return tuple(f"{kind}{slot}" for slot, _ in self.summaries for kind in ("LOW", "TOP"))
 
 
 def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, packed: bool = False) -> Plan:
@@ -62,7 +70,8 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
     keep = masked.keep if keys else substitute(masked.keep, _SWAP)
     found = KvBounds.of(keep) if masked.fill is not None else KvBounds()
     names: dict[Expr, str] = {_FIRST: first, _END: "block_end"} | ({} if keys else _swapped_names())
-    printer = ScorePrinter(problem.captures, "n" if keys else "m", names)
+    captures = problem.captures if keys else tuple(map(_swapped_info, problem.captures))
+    printer = ScorePrinter(captures, "n" if keys else "m", names)
     wide = {f"n{i}" for i, x in enumerate(problem.wide_sizes) if x}
     free = frozenset(x for x in _block_loads(found) if not (packed and x.depends_on(H)))
 
@@ -84,21 +93,31 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
     assert high is not None
     printer.lines.append(f"tile_lo = tl.maximum({text(low)}, 0) // {block} * {block}" if skip else "tile_lo = 0")
     printer.lines.append(f"tile_hi = tl.minimum({text(high)}, {length})" if skip else f"tile_hi = {length}")
+    summarised: list[Expr] = []
+    summaries: tuple[tuple[int, int], ...] = ()
     if scan is not None and scan.atoms:
-        printer.lines += scan.lines(problem, keys, length, block, printer.functions)
+        if scan.summarised(problem, captures):
+            summarised = scan.atoms
+            summaries = tuple((slot, captures[slot].rank) for slot in sorted(scan.slots(captures)))
+            printer.lines += scan.summary_lines(problem, captures, keys, length, block, printer.functions)
+        else:
+            printer.lines += scan.lines(captures, keys, length, block, printer.functions)
     partial = KvBounds(found.lower, found.upper).block_full(_FIRST, _END, free)
     if partial is None:
-        return Plan(tuple(printer.lines), "tile_lo", "tile_hi", "", score, frozenset(printer.functions))
+        return Plan(tuple(printer.lines), "tile_lo", "tile_hi", "", score, frozenset(printer.functions), summaries)
     full_low, full_high = partial
     assert full_low is not None
     assert full_high is not None
     edges = []
-    if full_low != Const(0):
+    if full_low != Const(0) or summarised:
         printer.lines.append(f"full_lo = {text(full_low)}")
         edges.append(f"({tile} < full_lo)")
     printer.lines.append(f"full_hi = tl.minimum({text(full_high)}, {length})")
     edges.append(f"({tile} + {block} > full_hi)")
-    rest = found.rest if keys else tuple(substitute(r, _SWAP) for r in found.rest)
+    if summarised:
+        printer.lines.append(f"full_lo = tl.maximum(full_lo, whole_lo * {SUMMARY})")
+        printer.lines.append(f"full_hi = tl.minimum(full_hi, whole_hi * {SUMMARY})")
+    rest = tuple(r if keys else substitute(r, _SWAP) for r in found.rest if r not in summarised)
     return Plan(
         tuple(printer.lines),
         "tile_lo",
@@ -106,7 +125,14 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
         " | ".join(edges),
         _full_logit(masked, rest),
         frozenset(printer.functions),
+        summaries,
     )
+
+
+#: Keys (or queries) that one element of a summary stands for. Every tile is a multiple or a part of it.
+SUMMARY = 64
+#: Up to this many queries a kernel looks at every key of the captured tensors instead: a summary is a kernel more.
+_FEW_ROWS = 128
 
 
 class _Scan:
@@ -114,12 +140,16 @@ class _Scan:
 
     An atom of the mask that compares something of the query with something of the key (``doc[q_idx] ==
     doc[kv_idx]``), or reads the key alone (``keep[kv_idx]``), excludes keys for the whole block once the query's
-    side is replaced by its least and greatest value there. One pass over the keys, a vector at a time, finds the
-    first and the last key that remains. Packed documents and padding become ranges that way, at the cost of reading
-    the captured row once a block.
+    side is replaced by its least and greatest value there. The first and the last key that remains bound the loop:
+    packed documents and padding become ranges that way.
+
+    Where the key's side is a captured tensor's own element, the kernel reads a summary of it, LOW<i> and TOP<i>: the
+    least and the greatest of every :data:`SUMMARY` elements of its last dimension, made once a call
+    (:func:`summarised_slots`). They also show tiles in which every query keeps every key. Otherwise one pass reads every
+    key, a vector at a time.
     """
 
-    #: Keys looked at in one step of the pass.
+    #: Keys looked at in one step of the pass, and elements of a summary.
     WIDTH = 1024
 
     def __init__(self, keep: Expr, packed: bool) -> None:
@@ -138,14 +168,129 @@ class _Scan:
             x.depends_on(KV_IDX) and x.depends_on(Q_IDX) for x in atom.args
         )
 
-    def lines(self, problem: Problem, keys: bool, length: str, block: str, functions: set[str]) -> list[str]:
+    def summarised(self, problem: Problem, captures: Sequence[CaptureInfo]) -> bool:
+        """Whether every atom can be read out of summaries, and there are queries enough for them to pay."""
+        if problem.rows is not None and problem.rows <= _FEW_ROWS:
+            return False
+        return bool(self.atoms) and all(self._element(a, captures) is not None for a in self.atoms)
+
+    @staticmethod
+    def _element(atom: Expr, captures: Sequence[CaptureInfo]) -> Load | None:
+        """The atom's key side where it is a captured tensor's element, the key being the last index."""
+        if not atom.depends_on(Q_IDX):
+            e = atom.args[0] if isinstance(atom, Call) and atom.fn == "not_" else atom
+        else:
+            assert isinstance(atom, Call)
+            e = next(x for x in atom.args if x.depends_on(KV_IDX))
+        if not isinstance(e, Load) or e.index[-1:] != (KV_IDX,) or e.slot >= len(captures):
+            return None
+        if any(i.depends_on(Q_IDX, KV_IDX) for i in e.index[:-1]):
+            return None
+        return e if all(captures[e.slot].proves_inside(d, i) for d, i in enumerate(e.index)) else None
+
+    def slots(self, captures: Sequence[CaptureInfo]) -> set[int]:
+        return {e.slot for a in self.atoms if (e := self._element(a, captures)) is not None}
+
+    def summary_lines(
+        self, problem: Problem, captures: Sequence[CaptureInfo], keys: bool, length: str, block: str, functions: set[str]
+    ) -> list[str]:
+        """Statements that narrow ``tile_lo`` and ``tile_hi`` and set ``whole_lo`` and ``whole_hi``.
+
+        Elements [whole_lo, whole_hi) of the summaries stand for keys that every query of the block keeps, as far as the
+        atoms say.
+        """
         other = {} if keys else _swapped_names()
-        outer = ScorePrinter(problem.captures, "a", {Q_IDX: "q_idx" if keys else "kv_idx", **other})
-        inner = ScorePrinter(problem.captures, "c", {Q_IDX: "q_idx", KV_IDX: "scan_idx", **other})
-        hits = [self._hit(a, outer, inner) for a in self.atoms]
+        outer = ScorePrinter(captures, "a", {Q_IDX: "q_idx" if keys else "kv_idx", **other})
+        before: list[str] = []
+        inside: list[str] = []
+        hits, wholes = [], []
+        for i, atom in enumerate(self.atoms):
+            e = self._element(atom, captures)
+            assert e is not None
+            for kind in ("LOW", "TOP"):
+                offsets = [
+                    f"tl.cast({outer.emit(x)}, tl.int64) * {kind}{e.slot}_S{d}"
+                    for d, x in enumerate(e.index[:-1]) if x != Const(0)
+                ]  # fmt: skip
+                base = " + ".join([f"{kind}{e.slot}", *offsets])
+                inside.append(f"{kind.lower()}{i} = tl.load({base} + scan_idx * {kind}{e.slot}_S{len(e.index) - 1})")
+            if not atom.depends_on(Q_IDX):
+                turned = atom != e
+                hits.append(f"(low{i} == 0)" if turned else f"(top{i} != 0)")
+                wholes.append(f"(top{i} == 0)" if turned else f"(low{i} != 0)")
+                continue
+            text, fn = self._query(atom, outer)
+            before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
+            if fn == "eq":
+                hits.append(f"(top{i} >= min{i}) & (low{i} <= max{i})")
+                wholes.append(f"(low{i} == top{i}) & (low{i} == min{i}) & (min{i} == max{i})")
+            elif fn in ("lt", "le"):
+                hits.append(f"(min{i} {_SYMBOL[fn]} top{i})")
+                wholes.append(f"(max{i} {_SYMBOL[fn]} low{i})")
+            else:
+                hits.append(f"(max{i} {_SYMBOL[fn]} low{i})")
+                wholes.append(f"(min{i} {_SYMBOL[fn]} top{i})")
+        functions |= outer.functions
+        size = problem.cols if keys else problem.rows
+        width = self.WIDTH if size is None else min(self.WIDTH, padded_dim(-(-size // SUMMARY)))
+        return [
+            *outer.lines,
+            *before,
+            "scan_lo = tile_hi",
+            "scan_hi = tile_lo",
+            "whole_lo = 0",
+            "whole_hi = 0",
+            f"for scan_start in tl.range(tile_lo // {SUMMARY}, tl.cdiv(tile_hi, {SUMMARY}), {width}, num_stages=1):",
+            f"    scan_vec = scan_start + tl.arange(0, {width})",
+            f"    scan_idx = tl.minimum(scan_vec, tl.cdiv({length}, {SUMMARY}) - 1)",
+            *("    " + line for line in inside),
+            f"    scan_in = scan_vec * {SUMMARY} < tile_hi",
+            f"    hit = scan_in & {' & '.join(hits)}",
+            f"    scan_lo = tl.minimum(scan_lo, tl.min(tl.where(hit, scan_vec * {SUMMARY}, tile_hi), 0))",
+            f"    scan_hi = tl.maximum(scan_hi, tl.max(tl.where(hit, scan_vec * {SUMMARY} + {SUMMARY}, tile_lo), 0))",
+            f"    whole = scan_in & {' & '.join(wholes)}",
+            f"    run_end = scan_start + {width}",
+            "    run_lo = tl.min(tl.where(whole, scan_vec, run_end), 0)",
+            "    run_hi = tl.min(tl.where(whole | (scan_vec < run_lo), run_end, scan_vec), 0)",
+            "    longer = run_hi - run_lo > whole_hi - whole_lo",
+            "    whole_lo = tl.where(longer, run_lo, whole_lo)",
+            "    whole_hi = tl.where(longer, run_hi, whole_hi)",
+            f"tile_lo = tl.maximum(tile_lo, scan_lo // {block} * {block})",
+            "tile_hi = tl.minimum(tile_hi, scan_hi)",
+        ]
+
+    @staticmethod
+    def _query(atom: Expr, outer: ScorePrinter) -> tuple[str, str]:
+        """(text of the query's side, comparison with the key's side to its right)."""
+        assert isinstance(atom, Call)
+        query, key, fn = *atom.args, atom.fn
+        return (outer.emit(key), _TURNED[fn]) if query.depends_on(KV_IDX) else (outer.emit(query), fn)
+
+    def lines(
+        self, captures: Sequence[CaptureInfo], keys: bool, length: str, block: str, functions: set[str]
+    ) -> list[str]:
+        """Statements that narrow ``tile_lo`` and ``tile_hi`` in one pass over the keys."""
+        other = {} if keys else _swapped_names()
+        outer = ScorePrinter(captures, "a", {Q_IDX: "q_idx" if keys else "kv_idx", **other})
+        inner = ScorePrinter(captures, "c", {Q_IDX: "q_idx", KV_IDX: "scan_idx", **other})
+        before: list[str] = []
+        hits = []
+        for i, atom in enumerate(self.atoms):
+            if not atom.depends_on(Q_IDX):
+                hits.append(f"({inner.emit(atom)})")
+                continue
+            assert isinstance(atom, Call)
+            value = inner.emit(next(x for x in atom.args if x.depends_on(KV_IDX)))
+            text, fn = self._query(atom, outer)
+            before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
+            if fn == "eq":
+                hits.append(f"({value} >= min{i}) & ({value} <= max{i})")
+            else:
+                hits.append(f"({'min' if fn in ('lt', 'le') else 'max'}{i} {_SYMBOL[fn]} {value})")
         functions |= outer.functions | inner.functions
         return [
             *outer.lines,
+            *before,
             "scan_lo = tile_hi",
             "scan_hi = tile_lo",
             f"for scan_start in tl.range(tile_lo, tile_hi, {self.WIDTH}, num_stages=1):",
@@ -159,23 +304,8 @@ class _Scan:
             "tile_hi = tl.minimum(tile_hi, scan_hi)",
         ]
 
-    @staticmethod
-    def _hit(atom: Expr, outer: ScorePrinter, inner: ScorePrinter) -> str:
-        """Text that is true for each key that the atom does not exclude for the whole block."""
-        if not atom.depends_on(Q_IDX):
-            return f"({inner.emit(atom)})"
-        assert isinstance(atom, Call)
-        query, key, fn = *atom.args, atom.fn
-        if query.depends_on(KV_IDX):
-            query, key, fn = key, query, _TURNED[fn]
-        text, value = outer.emit(query), inner.emit(key)
-        least, greatest = (f"tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max"))
-        if fn == "eq":
-            return f"(({value} >= {least}) & ({value} <= {greatest}))"
-        symbol = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}[fn]
-        return f"({least if fn in ('lt', 'le') else greatest} {symbol} {value})"
 
-
+_SYMBOL = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 #: Comparison -> the same with its sides exchanged.
 _TURNED = {"eq": "eq", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
@@ -186,6 +316,25 @@ def leaves_tiles_out(program: Program, backward: bool) -> bool:
         return False
     found = KvBounds.of(program.masked.keep)
     return bool(found.lower or found.upper or _Scan(program.masked.keep, False).atoms)
+
+
+def summarised_slots(program: Program, problem: Problem) -> tuple[int, ...]:
+    """The captured tensors whose summaries some kernel of the program reads (LOW<i> and TOP<i>)."""
+    found: set[int] = set()
+    for keep, captures in (
+        (program.masked.keep, problem.captures),
+        (substitute(program.masked.keep, _SWAP), tuple(map(_swapped_info, problem.captures))),
+    ):
+        scan = _Scan(keep, False)
+        if program.may_skip(backward=False) and scan.summarised(problem, captures):
+            found |= scan.slots(captures)
+    return tuple(sorted(found))
+
+
+def _swapped_info(info: CaptureInfo) -> CaptureInfo:
+    """What is known of a captured tensor, in the names of a swapped mask."""
+    turned = {"q_idx": "kv_idx", "kv_idx": "q_idx"}
+    return replace(info, covers=tuple(frozenset(turned.get(n, n) for n in names) for names in info.covers))
 
 
 def choose(program: Program, problem: Problem, arch: int, which: str) -> list[TileConfig]:

@@ -127,6 +127,14 @@ def _padding(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     return [keep]
 
 
+def _documents(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
+    """Documents of 100 tokens, and of random lengths in the other sequences; a tile's edge is rarely a document's."""
+    b, n = shape[0], shape[4]
+    ids = [torch.arange(n) // 100]
+    ids += [(torch.rand(n, generator=g) < 0.02).long().cumsum(0) for _ in range(b - 1)]
+    return [torch.stack(ids)]
+
+
 def _left_padding_bias(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     b, _, _, m, n, *_ = shape
     bias = torch.zeros(b, 1, m, n).masked_fill(torch.ones(m, n).triu(1).bool(), -1e9)
@@ -201,6 +209,36 @@ FAMILIES = [
         "attention(score=where(i0[b, q_idx] >= i0[b, kv_idx], score * 0.2, -inf))",
         (2, 4, 2, 90, 90, 16, 16),
         lambda shape, g: [torch.randint(0, 50, (shape[0], shape[3]), generator=g)],
+    ),
+    Family(
+        "documents_long",
+        f"attention(score=where(({CAUSAL}) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.2, -inf))",
+        (2, 2, 1, 330, 330, 16, 16),
+        _documents,
+    ),
+    Family(
+        "documents_scattered",
+        "attention(score=where(i0[b, q_idx] == i0[b, kv_idx], score * 0.2, -inf))",
+        (1, 2, 1, 300, 330, 16, 16),
+        lambda shape, g: [torch.arange(shape[0] * shape[4]).view(shape[0], shape[4]) // 70 % 3 + 2**40],
+    ),
+    Family(
+        "positions_long",
+        "attention(score=where(i0[b, q_idx] >= i1[b, kv_idx], score * 0.2, -inf), dead_rows='zero')",
+        (1, 2, 1, 330, 200, 16, 16),
+        lambda shape, g: [torch.arange(shape[3])[None] // 3, torch.arange(shape[4])[None].flip(1) // 2 + 5],
+    ),
+    Family(
+        "padding_long",
+        f"attention(score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.2, -inf), dead_rows='zero')",
+        (2, 2, 2, 330, 330, 16, 16),
+        _padding,
+    ),
+    Family(
+        "padding_turned_long",
+        "attention(score=where(~m0[b, kv_idx], score * 0.2, -inf), dead_rows='zero')",
+        (2, 2, 2, 200, 330, 16, 16),
+        lambda shape, g: [~_padding(shape, g)[0]],
     ),
     Family(
         "padding_causal_finfo",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from fa_inductor import lowering, ops, reference
+from fa_inductor.templates import direct
+from fa_inductor.templates.tiles import SUMMARY
 from tests.templates import families
 
 
@@ -29,3 +33,35 @@ def test_cpu_runs_the_eager_kernel(name: str, kernel: str) -> None:
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(grads, torch.autograd.grad(expected, wanted, o.grad_out), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@torch.library.custom_op("fa_inductor_test::summary", mutates_args=())
+def summary(x: torch.Tensor) -> list[torch.Tensor]:
+    low, top = (direct.blocks(x).amin(-1), direct.blocks(x).amax(-1))
+    return [low, top]
+
+
+@summary.register_fake
+def _(x: torch.Tensor) -> list[torch.Tensor]:
+    shape = (*x.shape[:-1], (x.shape[-1] + SUMMARY - 1) // SUMMARY)
+    dtype = torch.int8 if x.dtype == torch.bool else x.dtype
+    return [x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize("n", [128, 200])
+def test_summary(n: int, dtype: torch.dtype, dynamic: bool) -> None:
+    """What Inductor computes of a captured tensor is what the kernels' direct callers compute."""
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+
+    from fa_inductor.lowering_operands import realised, summary_of
+
+    def lower(x: Any) -> list[Any]:
+        return [TensorBox(t) for t in summary_of(realised(x))]
+
+    register_lowering(torch.ops.fa_inductor_test.summary, type_promotion_kind=None)(lower)
+    x = torch.randint(0, 2 if dtype == torch.bool else 2**40, (3, n)).to(dtype)
+    got = torch.compile(lambda x: summary(x), dynamic=dynamic)(x)
+    torch.testing.assert_close(got, summary(x))
