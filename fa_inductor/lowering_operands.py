@@ -115,17 +115,17 @@ def _fits_int32(extent: Any) -> bool:
 
 
 def _descriptor_fits(x: Any) -> bool:
-    """Whether a tensor descriptor can read ``x`` [B, H, L, D]: as templates.direct.descriptor_fits, for IR nodes."""
+    """Whether a tensor descriptor can read tiles of ``x``: as templates.direct.descriptor_fits, for IR nodes."""
     from torch._inductor.virtualized import V
 
     multiple = 16 // x.get_dtype().itemsize
     known = _sizevars().statically_known_multiple_of
     strides, offset = x.get_stride(), x.get_layout().offset
-    if not _sizevars().statically_known_equals(strides[3], 1):
+    if not _sizevars().statically_known_equals(strides[-1], 1):
         return False
     if x.get_name() in getattr(V.graph, "unaligned_buffers", ()):
         return False
-    return all(known(s, multiple) for s in (*strides[:3], offset))
+    return all(known(s, multiple) for s in (*strides[:-1], offset))
 
 
 def problem_of(o: Operands) -> Problem:
@@ -136,7 +136,9 @@ def problem_of(o: Operands) -> Problem:
     def capture(t: Any) -> CaptureInfo:
         sizes = t.get_size()
         covers = tuple(frozenset(n for n, e in extents.items() if sizevars.statically_known_leq(e, s)) for s in sizes)
-        return CaptureInfo(len(sizes), covers, tuple(number(s) for s in sizes))
+        tma = len(sizes) >= 2 and t.get_dtype().is_floating_point and _descriptor_fits(t)
+        tma = tma and sizevars.statically_known_gt(t.get_stride()[-2], 0)
+        return CaptureInfo(len(sizes), covers, tuple(number(s) for s in sizes), tma)
 
     def span(t: Any) -> Any:
         return sum(((n - 1) * s for n, s in zip(t.get_size(), t.get_stride(), strict=True)), start=0)

@@ -8,7 +8,7 @@ from typing import Any
 from fa_inductor.derivative import d_load
 from fa_inductor.expr import Expr, Load, Sym
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates.body import tile_body
+from fa_inductor.templates.body import descriptors, tile_body
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.forward import checked_dims, sink_lines, used_captures, used_sizes
 from fa_inductor.templates.program import LOG2E, ZERO, Program
@@ -120,14 +120,15 @@ def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
         return _derivative_lines(printer, program.rest(logit), "rows[None, :] < Q_LEN" if tail else "")
 
     inside = "" if problem.even_q else "rows[None, :] < Q_LEN"
-    body = tile_body(program, problem, schedule, head.names, inside, after)
+    through = descriptors(program, problem, config, head, keys=False)
+    body = tile_body(program, problem, schedule, head.names, inside, after, through)
     functions = head.functions | schedule.functions | body.functions
     captures = used_captures((spec.score, *needed), spec.seed_slot)
     arguments = ("Q", "K", "V", "DO", *_row_inputs(program), "DELTA", "DV", *(f"CAP{s}" for s, _ in captures))
     arguments += schedule.arguments
     printed = [*head.lines, *body.lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
-    context.update(row_lines=head.lines, loop=schedule, loop_summaries=schedule.summaries, body=body)
+    context.update(row_lines=[*head.lines, *through.lines], loop=schedule, loop_summaries=schedule.summaries, body=body)
     constants = {**_constants(program, problem, config), "FACTOR": program.factor}
     return _kernel("dkdv", functions, context, arguments, ("DV",), constants, config)
 
@@ -259,14 +260,15 @@ def dq_kernel(
     ]
     for e in hoistable(needed, frozenset({"kv_idx"})):
         rows.emit(e)
-    row_lines = list(rows.lines)
+    through = descriptors(program, problem, config, rows, keys=True)
+    row_lines = [*rows.lines, *through.lines]
 
     def after(printer: ScorePrinter, logit: Expr, tail: bool) -> list[str]:
         lines = gradients.tile_lines(printer, logit, tail)
         return lines + _derivative_lines(printer, program.rest(logit), "kv_vec[None, :] < KV_LEN" if tail else "")
 
     inside = "" if problem.even_kv else "kv_vec[None, :] < KV_LEN"
-    body = tile_body(program, problem, schedule, rows.names, inside, after)
+    body = tile_body(program, problem, schedule, rows.names, inside, after, through)
     end_lines = gradients.end_lines()
     functions = schedule.functions | body.functions | rows.functions
     exprs = (*spec.expressions, *needed) if grad_slots else (spec.score, *needed)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fa_inductor.expr import Expr, Load
+from fa_inductor.expr import FLOAT, KV_IDX, Q_IDX, Const, Expr, Load
+from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
-from fa_inductor.templates.score_codegen import ScorePrinter
+from fa_inductor.templates.score_codegen import ScorePrinter, varies
 from fa_inductor.templates.tiles import Plan
 
 #: (printer, logit, whether the tile may reach past the end) -> statements that follow p, dp and ds.
@@ -40,8 +41,58 @@ class TileBody:
         return [*self.early, *self.logit, *self.edge_logit, *self.after, *(self.edge_after or ())]
 
 
+@dataclass(frozen=True)
+class Descriptors:
+    """Captured tensors whose tiles a kernel loads through tensor descriptors.
+
+    Attributes:
+        lines: statements before the loop.
+        tiles: load -> text of its tile, float32, inside the loop.
+    """
+
+    lines: tuple[str, ...] = ()
+    tiles: tuple[tuple[Load, str], ...] = ()
+
+
+def descriptors(program: Program, problem: Problem, config: TileConfig, printer: ScorePrinter, keys: bool) -> Descriptors:
+    """Descriptors for every bias that is read at (..., q_idx, kv_idx), where its strides and the configuration allow.
+
+    Args:
+        printer: prints the indices before the loop.
+        keys: whether the loop is over keys, with scores [BLOCK_M, BLOCK_N]; else over queries, transposed.
+    """
+    lines: list[str] = []
+    tiles = []
+    usable = config.tma and problem.tma
+    for load in dict.fromkeys(n for n in program.spec.score.walk() if isinstance(n, Load) and usable):
+        info = problem.captures[load.slot]
+        outer = load.index[:-2]
+        if not info.tma or load.kind != FLOAT or load.index[-2:] != (Q_IDX, KV_IDX):
+            continue
+        if any(varies(i) for i in outer) or not all(info.proves_inside(d, i) for d, i in enumerate(load.index)):
+            continue
+        name = f"bias{len(tiles)}"
+        start = len(printer.lines)
+        offsets = [f"tl.cast({printer.emit(i)}, tl.int64) * CAP{load.slot}_S{d}" for d, i in enumerate(outer) if i != Const(0)]
+        lines += printer.lines[start:]
+        base = " + ".join([f"CAP{load.slot}", *offsets])
+        stride = f"CAP{load.slot}_S{len(outer)}"
+        lines.append(
+            f"{name}_desc = tl.make_tensor_descriptor({base}, [Q_LEN, KV_LEN], [{stride}, 1], [BLOCK_M, BLOCK_N])"
+        )
+        at = "[q_first, start_n])" if keys else "[start_m, kv_first]).T"
+        tiles.append((load, f"{name}_desc.load({at}.to(tl.float32)"))
+    return Descriptors(tuple(lines), tuple(tiles))
+
+
 def tile_body(
-    program: Program, problem: Problem, schedule: Plan, bound: dict[Expr, str], inside: str, after: After | None = None
+    program: Program,
+    problem: Problem,
+    schedule: Plan,
+    bound: dict[Expr, str],
+    inside: str,
+    after: After | None = None,
+    through: Descriptors = Descriptors(),
 ) -> TileBody:
     """The statements of a kernel's loop.
 
@@ -49,12 +100,15 @@ def tile_body(
         bound: what is computed before the loop.
         inside: condition that a score lies within the operands, "" where every score of every tile does.
         after: the statements that follow p, dp and ds.
+        through: captured tensors with descriptors.
     """
     whole, full = program.spec.score, schedule.full
     mask = [f'logit = tl.where({inside}, logit, float("-inf"))'] if inside else []
     every = ScorePrinter(problem.captures, "t", bound)
     functions: set[str] = set()
     common = program.body(full if schedule.edge else whole)
+    for load, text in through.tiles:
+        every.bind(load, text)
     for node in common.walk():
         if isinstance(node, Load):
             every.emit(node)

@@ -40,6 +40,7 @@ def problem_of(
             t.dim(),
             tuple(frozenset(n for n, e in extents.items() if size >= e) for size in t.shape),
             tuple(t.shape),
+            t.dim() >= 2 and t.is_floating_point() and t.stride(-2) > 0 and descriptor_fits(t),
         )
         for t in captures
     )
@@ -67,9 +68,9 @@ def problem_of(
 
 
 def descriptor_fits(t: Tensor) -> bool:
-    """Whether a tensor descriptor can read ``t`` [B, H, L, D]."""
-    outer = (s * t.element_size() % 16 == 0 for s in t.stride()[:3])
-    return t.stride(3) == 1 and t.data_ptr() % 16 == 0 and all(outer)
+    """Whether a tensor descriptor can read tiles of the last two dimensions of ``t``."""
+    outer = (s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+    return t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(outer)
 
 
 @dataclass(frozen=True)

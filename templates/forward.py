@@ -7,7 +7,7 @@ from typing import Any
 
 from fa_inductor.expr import Expr, Load, Sym
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates.body import tile_body
+from fa_inductor.templates.body import Descriptors, descriptors, tile_body
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import LOG2E, Program
 from fa_inductor.templates.rendering import KernelSource, Problem, common_constants, is_even, render
@@ -76,21 +76,23 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
     sink_lines(rows, spec, 1.0 / program.scale if program.wide else LOG2E)
     for e in hoistable([program.body(spec.score), program.body(schedule.full)], frozenset({"kv_idx"})):
         rows.emit(e)
-    body = tile_body(program, problem, schedule, rows.names, "" if problem.even_kv else "(kv_vec < KV_LEN)[None, :]")
+    inside = "" if problem.even_kv else "(kv_vec < KV_LEN)[None, :]"
+    through = Descriptors() if pack else descriptors(program, problem, config, rows, keys=True)
+    body = tile_body(program, problem, schedule, rows.names, inside, through=through)
     functions = rows.functions | schedule.functions | body.functions
     captures = used_captures(spec.expressions, spec.seed_slot)
     arguments = ("Q", "K", "V", "LSE", *(f"CAP{s}" for s, _ in captures), *schedule.arguments)
     context: dict[str, Any] = {
         "kernel_args": ", ".join(f'"{a}"' for a in arguments),
         "captures": captures,
-        "checked_dims": checked_dims([*rows.lines, *body.lines, *schedule.lines], captures),
+        "checked_dims": checked_dims([*rows.lines, *through.lines, *body.lines, *schedule.lines], captures),
         "sizes": used_sizes(spec.expressions),
         "pack": pack,
         "shares_batches": program.shares_batches,
         "tma": config.tma and problem.tma,
         "qk_even": is_even(problem.qk_dim),
         "v_even": is_even(problem.v_dim),
-        "row_lines": rows.lines,
+        "row_lines": [*rows.lines, *through.lines],
         "loop": schedule,
         "loop_summaries": schedule.summaries,
         "body": body,

@@ -97,11 +97,13 @@ class CaptureInfo:
         rank: number of dimensions.
         covers: per dimension, the index symbols (``b h q_idx kv_idx``) whose whole range provably lies inside it.
         sizes: per dimension, its size where it is a number, else None.
+        tma: whether a tensor descriptor can read tiles of its last two dimensions (strides and alignment, as for q).
     """
 
     rank: int
     covers: tuple[frozenset[str], ...] = ()
     sizes: tuple[int | None, ...] = ()
+    tma: bool = False
 
     def proves_inside(self, dim: int, index: Expr) -> bool:
         if isinstance(index, Sym):
@@ -180,6 +182,10 @@ class ScorePrinter:
     def assign(self, name: str, expr: Expr) -> None:
         """Add the statements that compute ``expr`` into the variable ``name``."""
         self.lines.append(f"{name} = {self.emit(expr)}")
+
+    def bind(self, expr: Expr, text: str) -> None:
+        """Add the statement that computes ``expr`` as ``text``."""
+        self.names[expr] = self._new(text)
 
     def times(self, name: str, factor: Expr) -> str:
         """Text of ``name * factor``, after adding the statements that compute ``factor``.

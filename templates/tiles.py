@@ -207,20 +207,22 @@ class _Scan:
         for i, atom in enumerate(self.atoms):
             e = self._element(atom, captures)
             assert e is not None
-            for kind in ("LOW", "TOP"):
-                offsets = [
-                    f"tl.cast({outer.emit(x)}, tl.int64) * {kind}{e.slot}_S{d}"
-                    for d, x in enumerate(e.index[:-1]) if x != Const(0)
-                ]  # fmt: skip
-                base = " + ".join([f"{kind}{e.slot}", *offsets])
-                inside.append(f"{kind.lower()}{i} = tl.load({base} + scan_idx * {kind}{e.slot}_S{len(e.index) - 1})")
+            low, top = (f"tl.load({self._summary(e, kind, outer, 'scan_idx')})" for kind in ("LOW", "TOP"))
+            inside += [f"low{i} = {low}", f"top{i} = {top}"]
             if not atom.depends_on(Q_IDX):
                 turned = atom != e
                 hits.append(f"(low{i} == 0)" if turned else f"(top{i} != 0)")
                 wholes.append(f"(top{i} == 0)" if turned else f"(low{i} != 0)")
                 continue
-            text, fn = self._query(atom, outer)
-            before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
+            fn = self._turned(atom)
+            own = self._element(substitute(atom, _SWAP), [_swapped_info(x) for x in captures])
+            if own is not None and own.slot in self.slots(captures):
+                # The block's own least and greatest are in a summary too.
+                for end, kind in (("min", "LOW"), ("max", "TOP")):
+                    before.append(f"{end}{i} = tl.{end}(tl.load({self._summary(own, kind, outer, 'own_idx')}), 0)")
+            else:
+                text = outer.emit(self._query(atom))
+                before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
             if fn == "eq":
                 hits.append(f"(top{i} >= min{i}) & (low{i} <= max{i})")
                 wholes.append(f"(low{i} == top{i}) & (low{i} == min{i}) & (min{i} == max{i})")
@@ -233,38 +235,62 @@ class _Scan:
         functions |= outer.functions
         size = problem.cols if keys else problem.rows
         width = self.WIDTH if size is None else min(self.WIDTH, padded_dim(-(-size // SUMMARY)))
+        first, mine, extent = ("q_first", "BLOCK_M", "Q_LEN") if keys else ("kv_first", "BLOCK_N", "KV_LEN")
+        count = f"({mine} // {SUMMARY} if {mine} > {SUMMARY} else 1)"
+        step = [
+            f"scan_vec = scan_start + tl.arange(0, {width})",
+            f"scan_idx = tl.minimum(scan_vec, tl.cdiv({length}, {SUMMARY}) - 1)",
+            *inside,
+            f"scan_in = (scan_vec * {SUMMARY} < tile_hi) & (scan_vec * {SUMMARY} + {SUMMARY} > tile_lo)",
+            f"hit = scan_in & {' & '.join(hits)}",
+            f"scan_lo = tl.minimum(scan_lo, tl.min(tl.where(hit, scan_vec * {SUMMARY}, tile_hi), 0))",
+            f"scan_hi = tl.maximum(scan_hi, tl.max(tl.where(hit, scan_vec * {SUMMARY} + {SUMMARY}, tile_lo), 0))",
+            f"whole = scan_in & {' & '.join(wholes)}",
+            f"run_end = scan_start + {width}",
+            "run_lo = tl.min(tl.where(whole, scan_vec, run_end), 0)",
+            "run_hi = tl.min(tl.where(whole | (scan_vec < run_lo), run_end, scan_vec), 0)",
+            "longer = run_hi - run_lo > whole_hi - whole_lo",
+            "whole_lo = tl.where(longer, run_lo, whole_lo)",
+            "whole_hi = tl.where(longer, run_hi, whole_hi)",
+        ]
+        if size is not None and size <= width * SUMMARY:
+            step = ["scan_start = 0", *step]
+        else:
+            bounds = f"tile_lo // {SUMMARY}, tl.cdiv(tile_hi, {SUMMARY}), {width}"
+            step = [f"for scan_start in tl.range({bounds}, num_stages=1):", *("    " + line for line in step)]
         return [
+            f"own_idx = {first} // {SUMMARY} + tl.arange(0, {count})",
+            f"own_idx = tl.minimum(own_idx, tl.cdiv({extent}, {SUMMARY}) - 1)",
             *outer.lines,
             *before,
             "scan_lo = tile_hi",
             "scan_hi = tile_lo",
             "whole_lo = 0",
             "whole_hi = 0",
-            f"for scan_start in tl.range(tile_lo // {SUMMARY}, tl.cdiv(tile_hi, {SUMMARY}), {width}, num_stages=1):",
-            f"    scan_vec = scan_start + tl.arange(0, {width})",
-            f"    scan_idx = tl.minimum(scan_vec, tl.cdiv({length}, {SUMMARY}) - 1)",
-            *("    " + line for line in inside),
-            f"    scan_in = scan_vec * {SUMMARY} < tile_hi",
-            f"    hit = scan_in & {' & '.join(hits)}",
-            f"    scan_lo = tl.minimum(scan_lo, tl.min(tl.where(hit, scan_vec * {SUMMARY}, tile_hi), 0))",
-            f"    scan_hi = tl.maximum(scan_hi, tl.max(tl.where(hit, scan_vec * {SUMMARY} + {SUMMARY}, tile_lo), 0))",
-            f"    whole = scan_in & {' & '.join(wholes)}",
-            f"    run_end = scan_start + {width}",
-            "    run_lo = tl.min(tl.where(whole, scan_vec, run_end), 0)",
-            "    run_hi = tl.min(tl.where(whole | (scan_vec < run_lo), run_end, scan_vec), 0)",
-            "    longer = run_hi - run_lo > whole_hi - whole_lo",
-            "    whole_lo = tl.where(longer, run_lo, whole_lo)",
-            "    whole_hi = tl.where(longer, run_hi, whole_hi)",
+            *step,
             f"tile_lo = tl.maximum(tile_lo, scan_lo // {block} * {block})",
             "tile_hi = tl.minimum(tile_hi, scan_hi)",
         ]
 
     @staticmethod
-    def _query(atom: Expr, outer: ScorePrinter) -> tuple[str, str]:
-        """(text of the query's side, comparison with the key's side to its right)."""
+    def _summary(e: Load, kind: str, printer: ScorePrinter, at: str) -> str:
+        """Address of the elements ``at`` of a captured tensor's summary."""
+        offsets = [
+            f"tl.cast({printer.emit(x)}, tl.int64) * {kind}{e.slot}_S{d}" for d, x in enumerate(e.index[:-1]) if x != Const(0)
+        ]
+        return " + ".join([f"{kind}{e.slot}", *offsets, f"{at} * {kind}{e.slot}_S{len(e.index) - 1}"])
+
+    @staticmethod
+    def _query(atom: Expr) -> Expr:
+        """The side that does not depend on the key."""
         assert isinstance(atom, Call)
-        query, key, fn = *atom.args, atom.fn
-        return (outer.emit(key), _TURNED[fn]) if query.depends_on(KV_IDX) else (outer.emit(query), fn)
+        return next(x for x in atom.args if not x.depends_on(KV_IDX))
+
+    @staticmethod
+    def _turned(atom: Expr) -> str:
+        """The comparison with the key's side to its right."""
+        assert isinstance(atom, Call)
+        return _TURNED[atom.fn] if atom.args[0].depends_on(KV_IDX) else atom.fn
 
     def lines(
         self, captures: Sequence[CaptureInfo], keys: bool, length: str, block: str, functions: set[str]
@@ -281,7 +307,7 @@ class _Scan:
                 continue
             assert isinstance(atom, Call)
             value = inner.emit(next(x for x in atom.args if x.depends_on(KV_IDX)))
-            text, fn = self._query(atom, outer)
+            text, fn = outer.emit(self._query(atom)), self._turned(atom)
             before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
             if fn == "eq":
                 hits.append(f"({value} >= min{i}) & ({value} <= max{i})")
