@@ -3,7 +3,7 @@
     python -m benchmarks.tune_tiles --out results.json --jobs dkdv:128:full:4096 forward:128:bias:4096
 
 A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w8s3``
-(T: tensor descriptors). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
+(T: tensor descriptors, S: specialised warps). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
 triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as Inductor renders them under static
 shapes.
 """
@@ -75,11 +75,11 @@ def parse(job: str) -> list[Job]:
         return [(which, int(dim), program, int(length), c) for c in configurations(which, int(dim))]
     found = []
     for text in tiles[0].split(","):
-        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)", text)
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(S?)", text)
         if match is None:
             raise SystemExit(f"{text!r} is not of the form 64x64w4s2T")
         m, n, w, st = map(int, match.groups()[:4])
-        found.append(TileConfig(m, n, w, st, tma=bool(match[5])))
+        found.append(TileConfig(m, n, w, st, tma=bool(match[5]), specialised=bool(match[6])))
     return [(which, int(dim), program, int(length), c) for c in found]
 
 
@@ -181,6 +181,11 @@ def _time(case: Case, config: TileConfig, reason: str) -> dict[str, Any]:
     return {**asdict(config), "ms": ms, "tflops": case.flops / ms * 1e-9 if ms else 0.0, "reason": reason}
 
 
+def _label(r: dict[str, Any]) -> str:
+    tile = f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}"
+    return tile + "T" * r["tma"] + "S" * r["specialised"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="tune_tiles.json")
@@ -197,10 +202,7 @@ def main() -> None:
         rows = [_time(case, job[4], failures.get(job, "")) for job in jobs if job[:4] == key]
         results += [{"pass": key[0], "dim": key[1], "program": key[2], "length": key[3], **r} for r in rows]
         rows.sort(key=lambda r: -r["tflops"])
-        cells = [
-            f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}{'T' * r['tma']} {r['tflops']:.0f}"
-            for r in rows[: args.top]
-        ]
+        cells = [f"{_label(r)} {r['tflops']:.0f}" for r in rows[: args.top]]
         print(*key, sum(1 for r in rows if r["ms"] is None), "failed:", "; ".join(cells), flush=True)
     with open(args.out, "w") as f:
         json.dump(results, f, indent=1)

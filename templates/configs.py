@@ -19,6 +19,7 @@ class TileConfig:
         num_warps, num_stages: Triton launch options.
         section: heads that run side by side.
         tma: load through tensor descriptors where the problem allows it.
+        specialised: warps of their own issue the loads (``warp_specialize``), where the loop takes no branch.
     """
 
     block_m: int
@@ -27,6 +28,7 @@ class TileConfig:
     num_stages: int
     section: int = 8
     tma: bool = False
+    specialised: bool = False
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -87,29 +89,37 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
 
 # Programs whose mask leaves tiles out: rows that replace those above. Smaller tiles lose less at the mask's edge.
 _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 64, "forward"): _rows((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)),  # causal: 419 416 411
-    (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3), (128, 128, 8, 3)), *_tma((128, 64, 4, 2))),  # causal: 484 478 475
-    (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # causal: 441 414 362
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3)), *_tma((32, 64, 4, 2))),  # 474 467 455
-    (90, 2, 64, "dq"): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 8, 3), (64, 64, 4, 2))),  # causal: 580 559 551
-    (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3), (64, 64, 4, 2)), *_tma((128, 32, 8, 3))),  # causal: 583 564 575
+    (90, 2, 64, "forward"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 128, 4, 2))),  # causal: 425 413 409
+    (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2), (64, 64, 4, 3))),  # causal: 491 480 464
+    (90, 2, 256, "forward"): (*_rows((128, 64, 8, 2)), *_tma((128, 64, 8, 2), (64, 64, 4, 2))),  # causal: 536 489
+    (90, 2, 64, "dkdv"): (*_tma((32, 64, 4, 2)), *_rows((32, 64, 4, 3), (64, 64, 4, 2))),  # causal: 474 460 440
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # causal: 558 522, 592 522
+    (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 1), (64, 64, 8, 2)), *_rows((32, 32, 8, 2))),  # causal: 267 257
+    (90, 2, 64, "dq"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 64, 4, 2))),  # causal: 598 578 559
+    (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((64, 64, 4, 2))),  # causal: 598 576 573
+}  # fmt: skip
+
+# Masks that compare what is captured of a query and of a key: few tiles a block. Measured with 8 documents in S.
+_DOCUMENTS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 128, "dkdv"): (*_rows((64, 64, 4, 2)), *_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3))),  # 278 261 260
+    (90, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)),  # 293 290 275
 }  # fmt: skip
 
 # Programs that read a bias or mask of the scores' size: its tile needs registers too. Measured with a bias [H, S, S].
 _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "forward"): (*_rows((128, 64, 8, 3)), *_tma((128, 64, 8, 3), (64, 64, 4, 2))),  # 398 391 357
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 3))),  # 427 361 199
-    (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 546 534 456
+    (90, 2, 128, "forward"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 413 401 340
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2), (64, 64, 4, 3)), *_rows((64, 128, 8, 3))),  # 514 414 325
+    (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 555 539 494
 }
 
 # Short sequences: (..., masked) rows. Measured at S = 512.
 SHORT = 1024
 _SHORT: dict[tuple[int, int, int, str, bool], tuple[TileConfig, ...]] = {
     (90, 2, 128, "forward", False): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2))),  # 366 363
-    (90, 2, 128, "dkdv", False): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 420 404
-    (90, 2, 128, "dkdv", True): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2)), *_rows((32, 64, 4, 2))),  # 250 228 228
+    (90, 2, 128, "dkdv", False): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 418 403
+    (90, 2, 128, "dkdv", True): (*_rows((64, 64, 4, 2), (64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 319 288 279
     (90, 2, 128, "dq", False): (*_tma((128, 32, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 441 432 429
-    (90, 2, 128, "dq", True): (*_rows((64, 64, 4, 2), (128, 64, 8, 3)), *_tma((128, 32, 8, 3))),  # 299 286 283
+    (90, 2, 128, "dq", True): _rows((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),  # 303 291 244
 }
 
 # float32 operands (ieee: FMA units; tf32: tensor cores) need twice the room: the same rows serve every architecture.
@@ -141,6 +151,7 @@ class Use:
         keys: seqlen_kv where it is a number.
         masked: whether the mask leaves tiles out.
         loads_tiles: whether a tensor of the scores' size is read.
+        documents: whether the mask compares something captured of the query with something captured of the key.
     """
 
     arch: int
@@ -151,6 +162,7 @@ class Use:
     keys: int | None = None
     masked: bool = False
     loads_tiles: bool = False
+    documents: bool = False
 
 
 def candidates(use: Use, which: str) -> list[TileConfig]:
@@ -162,6 +174,8 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
         found = _FLOAT32[dim, kind]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
+    elif use.documents and key in _DOCUMENTS:
+        found = _DOCUMENTS[key]
     elif use.keys is not None and use.keys <= SHORT and short in _SHORT:
         found = _SHORT[short]
     else:

@@ -135,6 +135,11 @@ SUMMARY = 64
 _FEW_ROWS = 128
 
 
+def specialises(config: TileConfig, problem: Problem, schedule: Plan) -> bool:
+    """Whether a kernel's loop is split between warps that load and warps that compute."""
+    return config.specialised and config.tma and problem.tma and not schedule.edge
+
+
 class _Scan:
     """Narrows a block's range by what captured tensors say of each key, before the loop over tiles.
 
@@ -167,6 +172,11 @@ class _Scan:
         return sorted(x.depends_on(KV_IDX) for x in atom.args) == [False, True] and not any(
             x.depends_on(KV_IDX) and x.depends_on(Q_IDX) for x in atom.args
         )
+
+    @property
+    def compares(self) -> bool:
+        """Whether an atom compares the two sides."""
+        return any(a.depends_on(Q_IDX) for a in self.atoms)
 
     def summarised(self, problem: Problem, captures: Sequence[CaptureInfo]) -> bool:
         """Whether every atom can be read out of summaries, and there are queries enough for them to pay."""
@@ -374,6 +384,7 @@ def choose(program: Program, problem: Problem, arch: int, which: str) -> list[Ti
         keys=problem.cols,
         masked=leaves_tiles_out(program, backward=which != "forward"),
         loads_tiles=program.loads_tiles,
+        documents=program.may_skip(which != "forward") and _Scan(program.masked.keep, False).compares,
     )
     return candidates(use, which)
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CAUSAL = "attention(score=where(q_idx >= kv_idx, score * 0.125, -inf))"
+DOCUMENTS = "attention(score=where((q_idx >= kv_idx) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.125, -inf))"
 
 SHAPES = [
     *(Family(f"d{d}", CAUSAL, (1, 2, 1, 200, 200, d, d)) for d in (1, 8, 40, 64, 72, 96, 128, 160, 192, 256, 320, 512)),
@@ -36,6 +37,14 @@ SHAPES = [
         (1, 2, 2, 300, 333, 128, 128),
         families.normal("h", "m", "n"),
     ),
+    Family(
+        "bias_even_d128",
+        "attention(score=score * 0.1 + f0[h, q_idx, kv_idx])",
+        (2, 2, 2, 384, 512, 128, 128),
+        families.normal("h", "m", "n"),
+    ),
+    Family("documents_d128", DOCUMENTS, (2, 2, 2, 1280, 1280, 128, 128), families.documents),
+    Family("documents_uneven_d128", DOCUMENTS, (2, 4, 2, 700, 700, 128, 128), families.documents),
     Family("long", CAUSAL, (1, 2, 1, 1000, 1111, 128, 128)),
     Family("even_long", CAUSAL, (2, 4, 2, 1024, 1024, 128, 128), layout="bmhd"),
     Family("packed_long", CAUSAL, (2, 4, 4, 640, 640, 64, 64), layout="packed"),

@@ -127,7 +127,7 @@ def _padding(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     return [keep]
 
 
-def _documents(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
+def documents(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     """Documents of 100 tokens, and of random lengths in the other sequences; a tile's edge is rarely a document's."""
     b, n = shape[0], shape[4]
     ids = [torch.arange(n) // 100]
@@ -214,7 +214,7 @@ FAMILIES = [
         "documents_long",
         f"attention(score=where(({CAUSAL}) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.2, -inf))",
         (2, 2, 1, 330, 330, 16, 16),
-        _documents,
+        documents,
     ),
     Family(
         "documents_scattered",
