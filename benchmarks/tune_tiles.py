@@ -3,7 +3,7 @@
     python -m benchmarks.tune_tiles --out results.json --jobs dkdv:128:full:4096 forward:128:bias:4096
 
 A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w8s3``
-(T: tensor descriptors, S: specialised warps). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
+(T: tensor descriptors). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
 triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as Inductor renders them under static
 shapes.
 """
@@ -75,11 +75,11 @@ def parse(job: str) -> list[Job]:
         return [(which, int(dim), program, int(length), c) for c in configurations(which, int(dim))]
     found = []
     for text in tiles[0].split(","):
-        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(S?)", text)
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)", text)
         if match is None:
             raise SystemExit(f"{text!r} is not of the form 64x64w4s2T")
         m, n, w, st = map(int, match.groups()[:4])
-        found.append(TileConfig(m, n, w, st, tma=bool(match[5]), specialised=bool(match[6])))
+        found.append(TileConfig(m, n, w, st, tma=bool(match[5])))
     return [(which, int(dim), program, int(length), c) for c in found]
 
 
@@ -183,7 +183,7 @@ def _time(case: Case, config: TileConfig, reason: str) -> dict[str, Any]:
 
 def _label(r: dict[str, Any]) -> str:
     tile = f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}"
-    return tile + "T" * r["tma"] + "S" * r["specialised"]
+    return tile + "T" * r["tma"]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from fa_inductor.templates.forward import checked_dims, sink_lines, used_capture
 from fa_inductor.templates.program import LOG2E, ZERO, Program
 from fa_inductor.templates.rendering import KernelSource, Problem, common_constants, is_even, render
 from fa_inductor.templates.score_codegen import ScorePrinter, hoistable
-from fa_inductor.templates.tiles import plan, specialises
+from fa_inductor.templates.tiles import plan
 
 #: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024) is too coarse for exp(logit - lse).
 LSE_LIMIT = 1024.0
@@ -61,7 +61,6 @@ def _context(
         "v_even": is_even(problem.v_dim),
         "seed_slot": program.spec.seed_slot,
         "loop_summaries": (),
-        "specialised": False,
         "shares_batches": program.shares_batches,
         "wide": program.wide,
         "dead_zero": program.spec.dead_rows == "zero",
@@ -130,7 +129,6 @@ def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
     printed = [*head.lines, *body.lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
     context.update(row_lines=[*head.lines, *through.lines], loop=schedule, loop_summaries=schedule.summaries, body=body)
-    context["specialised"] = specialises(config, problem, schedule) and problem.group == 1
     constants = {**_constants(program, problem, config), "FACTOR": program.factor}
     return _kernel("dkdv", functions, context, arguments, ("DV",), constants, config)
 
@@ -291,7 +289,6 @@ def dq_kernel(
         sums_rows=gradients.sums_rows,
         loop=schedule,
         loop_summaries=schedule.summaries,
-        specialised=specialises(config, problem, schedule),
         body=body,
         end_lines=end_lines,
     )

@@ -19,7 +19,6 @@ class TileConfig:
         num_warps, num_stages: Triton launch options.
         section: heads that run side by side.
         tma: load through tensor descriptors where the problem allows it.
-        specialised: warps of their own issue the loads (``warp_specialize``), where the loop takes no branch.
     """
 
     block_m: int
@@ -28,7 +27,6 @@ class TileConfig:
     num_stages: int
     section: int = 8
     tma: bool = False
-    specialised: bool = False
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:

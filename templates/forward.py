@@ -12,7 +12,7 @@ from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import LOG2E, Program
 from fa_inductor.templates.rendering import KernelSource, Problem, common_constants, is_even, render
 from fa_inductor.templates.score_codegen import ScorePrinter, float_literal, hoistable
-from fa_inductor.templates.tiles import plan, specialises
+from fa_inductor.templates.tiles import plan
 
 
 def used_captures(exprs: tuple[Expr, ...], seed_slot: int) -> list[tuple[int, int]]:
@@ -90,7 +90,6 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "pack": pack,
         "shares_batches": program.shares_batches,
         "tma": config.tma and problem.tma,
-        "specialised": specialises(config, problem, schedule) and not pack,
         "qk_even": is_even(problem.qk_dim),
         "v_even": is_even(problem.v_dim),
         "row_lines": [*rows.lines, *through.lines],

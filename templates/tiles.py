@@ -135,11 +135,6 @@ SUMMARY = 64
 _FEW_ROWS = 128
 
 
-def specialises(config: TileConfig, problem: Problem, schedule: Plan) -> bool:
-    """Whether a kernel's loop is split between warps that load and warps that compute."""
-    return config.specialised and config.tma and problem.tma and not schedule.edge
-
-
 class _Scan:
     """Narrows a block's range by what captured tensors say of each key, before the loop over tiles.
 
