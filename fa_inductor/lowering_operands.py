@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import Program
@@ -43,8 +44,23 @@ class Operands:
         return tensors
 
 
+#: Graph -> (buffer, sizes, strides, offset) -> summary: every layer that uses a mask shares one.
+_SUMMARIES: WeakKeyDictionary[Any, dict[Any, tuple[Any, Any]]] = WeakKeyDictionary()
+
+
 def summary_of(t: Any) -> tuple[Any, Any]:
     """Least and greatest of every :data:`SUMMARY` elements of the last dimension, bool as 0 and 1."""
+    from torch._inductor.virtualized import V
+
+    layout = t.get_layout()
+    key = (t.get_name(), *map(str, (layout.size, layout.stride, layout.offset)))
+    made = _SUMMARIES.setdefault(V.graph, {})
+    if key not in made:
+        made[key] = _summarise(t)
+    return made[key]
+
+
+def _summarise(t: Any) -> tuple[Any, Any]:
     import torch
     from torch._inductor.lowering import lowerings, to_dtype
 

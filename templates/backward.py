@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any
 
@@ -71,7 +72,7 @@ def _context(
 
 def _kernel(
     kind: str,
-    functions: set[str],
+    functions: AbstractSet[str],
     context: dict[str, Any],
     arguments: tuple[str, ...],
     outputs: tuple[str, ...],

@@ -62,7 +62,7 @@ def descriptors(program: Program, problem: Problem, config: TileConfig, printer:
         keys: whether the loop is over keys, with scores [BLOCK_M, BLOCK_N]; else over queries, transposed.
     """
     lines: list[str] = []
-    tiles = []
+    tiles: list[tuple[Load, str]] = []
     usable = config.tma and problem.tma
     for load in dict.fromkeys(n for n in program.spec.score.walk() if isinstance(n, Load) and usable):
         info = problem.captures[load.slot]
@@ -73,10 +73,11 @@ def descriptors(program: Program, problem: Problem, config: TileConfig, printer:
             continue
         name = f"bias{len(tiles)}"
         start = len(printer.lines)
-        offsets = [f"tl.cast({printer.emit(i)}, tl.int64) * CAP{load.slot}_S{d}" for d, i in enumerate(outer) if i != Const(0)]
+        cap = f"CAP{load.slot}"
+        offsets = [f"tl.cast({printer.emit(i)}, tl.int64) * {cap}_S{d}" for d, i in enumerate(outer) if i != Const(0)]
         lines += printer.lines[start:]
-        base = " + ".join([f"CAP{load.slot}", *offsets])
-        stride = f"CAP{load.slot}_S{len(outer)}"
+        base = " + ".join([cap, *offsets])
+        stride = f"{cap}_S{len(outer)}"
         lines.append(
             f"{name}_desc = tl.make_tensor_descriptor({base}, [Q_LEN, KV_LEN], [{stride}, 1], [BLOCK_M, BLOCK_N])"
         )

@@ -118,7 +118,8 @@ def forward(
     pack = packs_heads(problem, configs.forward)
     tiles = -(-(rows * problem.group if pack else rows) // configs.forward.block_m)
     grid = tiles * batch * (k.shape[1] if pack else heads)
-    standalone.launch(kernel, grid, {"Q": q, "K": k, "V": v, "LSE": lse, **named(captures, spec, problem)}, out, sizes, **options)
+    tensors = {"Q": q, "K": k, "V": v, "LSE": lse, **named(captures, spec, problem)}
+    standalone.launch(kernel, grid, tensors, out, sizes, **options)
     return out, lse
 
 

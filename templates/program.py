@@ -148,7 +148,7 @@ def float_indices(e: Expr, facts: Facts) -> Expr:
 
 def _float_integer(e: Expr, facts: Facts) -> tuple[Expr, int] | None:
     """(``cast_float(e)`` computed in floats, a bound on its magnitude), None where the two could differ."""
-    lengths = {Q_IDX: facts.q_len, KV_IDX: facts.kv_len, Q_LEN: facts.q_len, KV_LEN: facts.kv_len}
+    lengths: dict[Expr, int | None] = {Q_IDX: facts.q_len, KV_IDX: facts.kv_len, Q_LEN: facts.q_len, KV_LEN: facts.kv_len}
     length = lengths.get(e)
     if length is not None:
         return (call("cast_float", e), length) if length <= _EXACT else None

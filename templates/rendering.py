@@ -10,6 +10,7 @@ compiled without Inductor.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -121,7 +122,7 @@ def _environment() -> Any:
     return env
 
 
-def render(template: str, functions: set[str], context: dict[str, Any]) -> tuple[str, str]:
+def render(template: str, functions: AbstractSet[str], context: dict[str, Any]) -> tuple[str, str]:
     """The second-stage text of ``template`` under ``context`` and a hash of it."""
     text = _environment().get_template(template).render(context)
     text = "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"

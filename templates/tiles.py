@@ -280,10 +280,9 @@ class _Scan:
     @staticmethod
     def _summary(e: Load, kind: str, printer: ScorePrinter, at: str) -> str:
         """Address of the elements ``at`` of a captured tensor's summary."""
-        offsets = [
-            f"tl.cast({printer.emit(x)}, tl.int64) * {kind}{e.slot}_S{d}" for d, x in enumerate(e.index[:-1]) if x != Const(0)
-        ]
-        return " + ".join([f"{kind}{e.slot}", *offsets, f"{at} * {kind}{e.slot}_S{len(e.index) - 1}"])
+        name, outer = f"{kind}{e.slot}", e.index[:-1]
+        offsets = [f"tl.cast({printer.emit(x)}, tl.int64) * {name}_S{d}" for d, x in enumerate(outer) if x != Const(0)]
+        return " + ".join([name, *offsets, f"{at} * {name}_S{len(outer)}"])
 
     @staticmethod
     def _query(atom: Expr) -> Expr:

@@ -43,7 +43,8 @@ def close(ours: Tensor, eager: Tensor | None, true: Tensor | None, dtype: torch.
 
 @pytest.mark.parametrize(
     "name",
-    ["causal", "plain_bmhd", "alibi", "bias_heads", "padding_causal_finfo", "sinks_window", "dropout", "relative"],
+    ["causal", "plain_bmhd", "alibi", "bias_heads", "padding_causal_finfo", "sinks_window", "dropout", "relative",
+     "documents_long", "padding_long"],
 )
 def test_training_step(name: str) -> None:
     family = families.BY_NAME[name]

@@ -50,8 +50,9 @@ def compile_for(arch: int, kernel: KernelSource, element: str = "bf16", **captur
     """What tests/templates/aot.py reports; one process, so that a compiler that aborts fails this test alone."""
     pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
     pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
-    summaries = {f"{end}{name[3:]}": "i8" if kind == "i1" else kind for name, kind in captures.items() for end in ("LOW", "TOP")}
-    pointers |= {name: kind for name, kind in summaries.items() if name in kernel.arguments}
+    for name, kind in captures.items():
+        summaries = {f"{end}{name[3:]}": "i8" if kind == "i1" else kind for end in ("LOW", "TOP")}
+        pointers |= {n: x for n, x in summaries.items() if n in kernel.arguments}
     out = "fp32" if kernel.output_rank == 3 else element
     return compiled(Request(kernel, arch, pointers, out))
 

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from fa_inductor.expr import SCORE, Const, parse
+from fa_inductor.expr import KV_IDX, Q_IDX, SCORE, Const, parse
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select, tiles
+from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program, may_be_huge, pull_factor, pull_scale
 from fa_inductor.templates.rendering import Problem, padded_dim
@@ -204,3 +205,62 @@ def test_atomics_that_pay(name: str, keys: int | None) -> None:
 def test_unique_gradients_are_deterministic() -> None:
     changes = {"backward": True, "deterministic": True, "grad_slots": (0,)}
     assert isinstance(select.supports(_request(BY_NAME["bias_full"], **changes)), select.Supported)
+
+
+def test_alibi_in_floats() -> None:
+    """The distance is a difference of floats where every index is exact in float32, and the slope takes the scale in."""
+    spec = AttentionSpec.parse("attention(score=score * 0.5 + f0[h] * cast_float(kv_idx - q_idx))")
+    short = Program.of(spec, Problem(64, 64, 1, rows=4096, cols=4096))
+    assert short.body(short.spec.score) == parse("score + ((f0[h] * 2.0) * (cast_float(kv_idx) - cast_float(q_idx)))")
+    assert short.scale == 0.5
+    for rows in (None, 2**24):
+        assert Program.of(spec, Problem(64, 64, 1, rows=rows, cols=rows)).spec == spec
+
+
+def test_a_bias_is_not_divided_by_the_scale() -> None:
+    assert pull_scale(parse("score * 0.5 + f0[kv_idx]"))[1] == 1.0
+    assert pull_scale(parse("score * 0.5 - cast_float(kv_idx)")) == (parse("score - cast_float(kv_idx) * 2.0"), 0.5)
+
+
+def test_sinks_need_no_wide_logits() -> None:
+    problem = Problem(64, 64, 1)
+    assert not Program.of(BY_NAME["sinks"].spec(), problem).wide
+    assert Program.of(BY_NAME["sinks_dead_1e9"].spec(), problem).wide
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"), [("bias_heads", True), ("bias_full", False), ("bias_batch", False), ("alibi", False)]
+)
+def test_shares_batches(name: str, shared: bool) -> None:
+    assert Program.of(BY_NAME[name].spec(), Problem(64, 64, 1)).shares_batches == shared
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"), [("documents_long", (0,)), ("positions_long", (0, 1)), ("padding_turned_long", (0,))]
+)
+def test_summaries(name: str, slots: tuple[int, ...]) -> None:
+    """Masks from captured rows are read in summaries; in tiles that those show to be whole no mask is left."""
+    family = BY_NAME[name]
+    covers = (frozenset({"b"}), frozenset({"q_idx", "kv_idx"}))
+    captures = tuple(CaptureInfo(2, covers, (2, 400)) for _ in slots)
+    long, few = (Problem(64, 64, 1, captures, rows=n, cols=400, square=True) for n in (400, 128))
+    program = Program.of(family.spec(), long)
+    assert tiles.summarised_slots(program, long) == slots
+    assert tiles.summarised_slots(program, few) == ()
+    # Padding says nothing of the queries, which the dK/dV kernel visits.
+    for keys in (True,) if name == "padding_turned_long" else (True, False):
+        plan = tiles.plan(program, long, keys=keys, backward=True)
+        assert plan.arguments
+        assert plan.edge
+        assert not plan.full.depends_on(Q_IDX, KV_IDX)
+        assert tiles.plan(program, few, keys=keys, backward=True).arguments == ()
+
+
+def test_bias_through_descriptors() -> None:
+    spec = BY_NAME["bias_heads"].spec()
+    covers = (frozenset(), frozenset({"h"}), frozenset({"q_idx"}), frozenset({"kv_idx"}))
+    for tma in (False, True):
+        problem = Problem(64, 64, 1, (CaptureInfo(4, covers, (1, 4, 64, 64), tma),), tma=True)
+        text = forward_kernel(spec, problem, TileConfig(64, 64, 4, 2, tma=True)).text
+        assert ("bias0_desc.load([q_first, start_n])" in text) == tma
+        assert "bias0_desc" not in forward_kernel(spec, problem, TileConfig(64, 64, 4, 2)).text
