@@ -12,7 +12,7 @@ from fa_inductor.bounds import Facts
 from fa_inductor.masks import split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
-from fa_inductor.templates.sm90.form import form_of, padded, refusal
+from fa_inductor.templates.sm90.form import backward_refusal, form_of, padded, refusal
 
 CAUSAL = "kv_idx <= q_idx"
 
@@ -104,13 +104,29 @@ def test_sinks_and_dropout_are_refused() -> None:
         ("bfloat16", (128, 128), (4096, 4096, 64), ""),
         ("float16", (192, 128), (4096, 4096, 64), ""),
         ("float16", (96, 80), (4096, 4096, 64), ""),
-        ("bfloat16", (128, 128), (512, 512, 512), ""),
+        ("bfloat16", (128, 128), (512, 512, 512), "GFLOP"),
+        ("bfloat16", (128, 128), (1024, 1024, 256), ""),
         ("bfloat16", (128, 128), (512, 512, 64), "GFLOP"),
         ("bfloat16", (128, 128), (1024, 1024, 16), "GFLOP"),
     ],
 )
 def test_refusals(dtype: str, dims: tuple[int, int], sizes: tuple[int, int, int], reason: str) -> None:
     found = refusal(spec(f"where({CAUSAL}, score, -inf)"), dtype, *dims, *sizes)
+    assert (reason in found) if reason else not found
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "reason"),
+    [
+        ((128, 128), (512, 512, 512), ""),
+        ((64, 64), (4096, 4096, 64), ""),
+        ((256, 200), (4096, 4096, 64), ""),
+        ((192, 128), (4096, 4096, 64), "head dims"),
+        ((128, 128), (512, 512, 64), "GFLOP"),
+    ],
+)
+def test_backward_refusals(dims: tuple[int, int], sizes: tuple[int, int, int], reason: str) -> None:
+    found = backward_refusal(spec(f"where({CAUSAL}, score, -inf)"), "bfloat16", *dims, *sizes)
     assert (reason in found) if reason else not found
 
 
