@@ -15,13 +15,16 @@ from . import _checkout
 if TYPE_CHECKING:
     from .config import Options
     from .entry import enable, explain
+    from .export import aoti_compile_and_package
     from .report import FusionReport
 
 __version__ = "0.1.0"
 
-__all__ = ["FusionReport", "Options", "__version__", "enable", "explain"]
+__all__ = ["FusionReport", "Options", "__version__", "aoti_compile_and_package", "enable", "explain"]
 
-_HOME = {"FusionReport": "report", "Options": "config", "enable": "entry", "explain": "entry"}
+_HOME = {
+    "FusionReport": "report", "Options": "config", "aoti_compile_and_package": "export", "enable": "entry", "explain": "entry",
+}  # fmt: skip
 
 _checkout.install(__version__)
 

@@ -62,7 +62,7 @@ def plan_of(spec: AttentionSpec, facts: Facts = _NO_FACTS) -> Plan:
     if spec.dropout_p:
         return Plan(reason="dropout is not in ATen's CPU flash attention")
     split = split_mask(spec.score)
-    parts = _affine(split.live)
+    parts = affine(split.live)
     if parts is None:
         return Plan(reason=f"the logit is not score * scale + bias: {split.live}")
     scale, bias = parts
@@ -91,14 +91,14 @@ def _is_top_left_causal(atom: Expr) -> bool:
     return KvBounds.of(atom) == _TOP_LEFT
 
 
-def _affine(e: Expr) -> tuple[Expr, Expr | None] | None:
+def affine(e: Expr) -> tuple[Expr, Expr | None] | None:
     """(scale, bias) with ``e == score * scale + bias``, None when ``e`` is not of that form."""
     if e == SCORE:
         return _ONE, None
     if not isinstance(e, Call) or e.kind != FLOAT:
         return None
     if e.fn == "neg":
-        inner = _affine(e.args[0])
+        inner = affine(e.args[0])
         return None if inner is None else (call("neg", inner[0]), _map(inner[1], "neg"))
     if e.fn not in ("add", "sub", "mul", "div"):
         return None
@@ -109,9 +109,9 @@ def _affine(e: Expr) -> tuple[Expr, Expr | None] | None:
         if e.fn == "div":
             return None
         if e.fn == "sub":
-            return _affine(call("add", call("neg", y), x))
+            return affine(call("add", call("neg", y), x))
         x, y = y, x
-    inner = _affine(x)
+    inner = affine(x)
     if inner is None:
         return None
     scale, bias = inner
@@ -190,7 +190,7 @@ def profitable(
 @lru_cache(maxsize=1024)
 def plain_scale(spec: AttentionSpec) -> float | None:
     """The scale of a program that is ``score * number`` and nothing else, None for any other."""
-    parts = None if spec.sinks or spec.dropout_p else _affine(spec.score)
+    parts = None if spec.sinks or spec.dropout_p else affine(spec.score)
     if parts is None or parts[1] is not None or not isinstance(parts[0], Const):
         return None
     scale = float(parts[0].value)

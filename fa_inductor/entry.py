@@ -49,9 +49,26 @@ def _redirect(compile_: Callable[..., Any]) -> Callable[..., Any]:
     return compile
 
 
+def _redirect_package(package: Callable[..., Any]) -> Callable[..., Any]:
+    """torch._inductor.aoti_compile_and_package, through ours inside an `enable` block."""
+
+    @functools.wraps(package)
+    def aoti_compile_and_package(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled:
+            return package(exported_program, *args, **kwargs)
+        from .export import aoti_compile_and_package as ours
+
+        kept = {name: kwargs[name] for name in ("package_path", "inductor_configs") if name in kwargs}
+        return ours(exported_program, options=_enabled[-1].bound, **kept)
+
+    aoti_compile_and_package._fa_inductor_original = package  # type: ignore[attr-defined]
+    return aoti_compile_and_package
+
+
 @contextmanager
 def enable(**options: Any) -> Iterator[None]:
-    """Send every ``torch.compile`` call made inside the block through fa_inductor, with these options.
+    """Send every ``torch.compile`` call made inside the block through fa_inductor, with these options, and every
+    ``torch._inductor.aoti_compile_and_package``.
 
     Covers ``torch.compile(m)``, ``@torch.compile``, ``m.compile()`` and ``backend="inductor"``; other backends are
     left alone. What was wrapped inside the block stays with fa_inductor when it is first called after the block, and
@@ -62,22 +79,26 @@ def enable(**options: Any) -> Iterator[None]:
     Raises `OptionError` at once for a bad option.
     """
     import torch
+    import torch._inductor
 
     Options.from_user(options)
     backend = _Backend(options)
+    replaced = ((torch, "compile", _redirect), (torch._inductor, "aoti_compile_and_package", _redirect_package))
     with _enable_lock:
         _enabled.append(backend)
-        if not hasattr(torch.compile, "_fa_inductor_original"):
-            torch.compile = _redirect(torch.compile)
+        for module, name, redirect in replaced:
+            if not hasattr(getattr(module, name), "_fa_inductor_original"):
+                setattr(module, name, redirect(getattr(module, name)))
     try:
         yield
     finally:
         with _enable_lock:
             _enabled.remove(backend)
-            original = getattr(torch.compile, "_fa_inductor_original", None)
-            # If somebody else wrapped torch.compile meanwhile, ours stays beneath it and does nothing.
-            if not _enabled and original is not None:
-                torch.compile = original
+            for module, name, _ in replaced:
+                original = getattr(getattr(module, name), "_fa_inductor_original", None)
+                # If somebody else wrapped the function meanwhile, ours stays beneath it and does nothing.
+                if not _enabled and original is not None:
+                    setattr(module, name, original)
 
 
 def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., FusionReport]:

@@ -12,7 +12,9 @@ next one is taken; when none is left the eager kernel runs. Importing this modul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -29,6 +31,23 @@ log = logging.getLogger(__name__)
 
 #: Leading entries of ``call_sizes``: rows or columns to tile, and the number of (batch, head) pairs. Then n0, n1, ...
 _GRID_SIZES = 2
+
+
+_no_python_kernels: ContextVar[bool] = ContextVar("fa_inductor_no_python_kernels", default=False)
+
+
+class PythonKernelError(RuntimeError):
+    """An op has no generated kernel, and the caller cannot run any other."""
+
+
+@contextmanager
+def no_python_kernels() -> Iterator[None]:
+    """Inside the block an op without a generated kernel raises :class:`PythonKernelError` instead of running its eager kernel."""
+    token = _no_python_kernels.set(True)
+    try:
+        yield
+    finally:
+        _no_python_kernels.reset(token)
 
 
 @lru_cache(maxsize=1)
@@ -145,6 +164,8 @@ def _select(call: _Call, candidates: Sequence[configs.TileConfig]) -> Any | None
 def _fallback(op: Any, args: Sequence[Any], reason: str) -> Any:
     from torch._inductor.lowering import fallback_handler
 
+    if _no_python_kernels.get():
+        raise PythonKernelError(f"{op} would run its eager kernel, which is Python: {reason}")
     log.info("%s runs its eager kernel: %s", op, reason)
     return fallback_handler(op, add_to_fallback_set=False)(*args)
 

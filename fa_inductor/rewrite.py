@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from fa_inductor import ops
+from fa_inductor import cpu_export, ops
 from fa_inductor.expr import KV_IDX, Q_IDX
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
@@ -56,6 +56,7 @@ class Emitter:
         return node
 
     def undo(self) -> None:
+        self.view.shared("masks in the graph", dict).clear()
         for n in reversed(self.made):
             self.graph.erase_node(n)
         self.made.clear()
@@ -257,13 +258,28 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
         captures.append(em.call(ops.dropout_seed, q))
     spec = replace(match.full_spec(), layout=_layout(match))
     _check_later_writes(em, [q, k, v, *captures])
-    op = em.call(ops.flash_attention, q, k, v, captures, sizes, spec.program, kernel)
+    if kernel == "reference in the graph":
+        op = em.call(cpu_export.reference_attention, q, k, v, captures, sizes, spec.program)
+    elif kernel == "aten in the graph":
+        op = em.call(cpu_export.attention, q, k, v, _mask(em, q, k, captures, sizes, spec), captures, sizes, spec.program)
+    else:
+        op = em.call(ops.flash_attention, q, k, v, captures, sizes, spec.program, kernel)
     out = em.call(operator.getitem, op, 0)
     if out.meta["example_value"].requires_grad and _written_later(em.view, match.place.path, em.anchor):
         out = em.call(torch.clone, out)  # the backward reads the op's own output, which must not be written
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: list[Any], spec: AttentionSpec) -> fx.Node:
+    """The mask of a site that runs as ATen ops: one node for all layers that ask for the same one."""
+    lengths = [_text(n) for t in (q, k) for n in t.meta["example_value"].shape[:3]]
+    key = ("mask", em.match.place.path, str(spec.score), str(em.match.dtype), *captures, *map(str, sizes), *lengths)
+    made: dict[Any, fx.Node] = em.view.shared("masks in the graph", dict)
+    if key not in made:
+        made[key] = em.call(cpu_export.mask, q, k, captures, sizes, spec.program)
+    return made[key]
 
 
 def _keys_side_by_side(em: Emitter, capture: fx.Node, slot: int, spec: AttentionSpec) -> fx.Node:

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-from fa_inductor import cpu_flash
+from fa_inductor import cpu_export, cpu_flash
 from fa_inductor.bounds import Facts
 from fa_inductor.config import Options
 from fa_inductor.patterns import AttentionMatch
@@ -56,6 +56,30 @@ def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
     if device.type == "cuda" and options.kernel in ("auto", "general"):
         return _cuda(match, device, options.kernel == "general")
     return Choice(None, reason=f"no kernel for device {device.type} with kernel={options.kernel!r}")
+
+
+def choose_for_export(match: AttentionMatch, options: Options) -> Choice:
+    """The kernel for one match of an exported graph: one that a package runs without Python."""
+    choice = choose_kernel(match, options)
+    if choice.kernel == "reference":
+        return Choice("reference in the graph", "reference, as ATen ops")
+    if choice.kernel == "triton" and choice.template == select.HOPPER:
+        return Choice("triton", "sm90-tma")  # the Gluon kernel is launched from Python
+    if choice.kernel != "aten":
+        return choice
+    extents = [match.extent(match.groups[g]) for g in ("batch", "heads", "kv_heads", "query", "key")]
+    if any(may_be_zero(match, e) for e in extents):
+        return Choice(None, reason="a run-time size may be 0, which ATen's CPU flash attention divides by: give its Dim a min of 1")
+    reason = cpu_export.refusal(match.full_spec())
+    return Choice(None, reason=reason) if reason else Choice("aten in the graph", choice.template)
+
+
+def may_be_zero(match: AttentionMatch, e: sympy.Expr) -> bool:
+    """Whether nothing is known that keeps a size from being 0."""
+    if e.is_Integer:
+        return int(e) < 1
+    env = getattr(match.place.view.fake_mode, "shape_env", None)
+    return env is None or not bool(env.bound_sympy(e).lower >= 1)
 
 
 def _tensor(node: Any) -> torch.Tensor:

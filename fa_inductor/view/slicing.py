@@ -23,12 +23,14 @@ SOFTMAXES = {
     torch.exp, torch.exp_, torch.exp2, torch.special.exp2, torch.logsumexp,
     "softmax", "log_softmax", "exp", "exp_", "exp2", "logsumexp",
     torch.ops.aten._softmax.default, torch.ops.aten.softmax.int, torch.ops.aten.exp.default, torch.ops.aten._safe_softmax.default,
+    torch.ops.aten.log_softmax.int, torch.ops.aten.logsumexp.default, torch.ops.aten.exp2.default,
 }  # fmt: skip
 COMPOSITES = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 MATMULS = {
     torch.matmul, operator.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.functional.einsum, torch.einsum,
     "matmul", "__matmul__", "bmm", "mm", "baddbmm", "addmm", "__rmatmul__", torch.Tensor.matmul, torch.linalg.matmul,
     torch.tensordot, torch.ops.aten.bmm.default, torch.ops.aten.matmul.default, torch.ops.aten.mm.default,
+    torch.ops.aten.baddbmm.default, torch.ops.aten.addmm.default, torch.ops.aten.einsum.default,
 }  # fmt: skip
 #: Functions whose inside holds nothing that a match needs and that cost much to trace.
 HEAVY = {

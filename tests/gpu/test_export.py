@@ -1,0 +1,62 @@
+"""Packages of AOTInductor on the GPU: the generated Triton kernels are in them, and they run without us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fa_inductor
+from fa_inductor.report import collecting
+
+pytestmark = pytest.mark.gpu
+
+RUN = """
+import sys, torch
+path, inputs, out = sys.argv[1:]
+torch.save(torch._inductor.aoti_load_package(path)(*torch.load(inputs)), out)
+assert not any(name.startswith("fa_inductor") for name in sys.modules)
+"""
+
+
+class Model(nn.Module):
+    """Causal with softcap, then a bias per head, over run-time lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2], device=q.device)
+        s = torch.tanh(q @ k.mT * 0.125 / 20.0) * 20.0
+        q = s.masked_fill(at[None, :] > at[:, None], float("-inf")).softmax(-1) @ v
+        s = q @ k.mT * 0.125 + (self.slopes * (at[None, :] - at[:, None])).to(q.dtype)
+        return s.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_package_holds_the_kernels(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Model().to("cuda", dtype).eval()
+    args = tuple(torch.randn(2, 4, 300, 64, device="cuda", dtype=dtype) for _ in range(3))
+    n = torch.export.Dim("n", min=2, max=4096)
+    with torch.no_grad():
+        program = torch.export.export(model, args, dynamic_shapes=({2: n},) * 3)
+    with collecting() as report:
+        path = fa_inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    assert [s.status for s in report.sites] == ["fused", "fused"], str(report)
+    for length in (300, 77):
+        given = tuple(x[:, :, :length].contiguous() for x in args)
+        torch.save(given, tmp_path / "inputs.pt")
+        command = [sys.executable, "-c", RUN, path, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        got = torch.load(tmp_path / "out.pt")
+        with torch.no_grad():
+            eager, exact = model(*given), Model.forward(model.double(), *(x.double() for x in given))
+            model.to(dtype)
+        worst = (eager.double() - exact).abs().max()
+        assert (got.double() - exact).abs().max() <= 2 * worst + torch.finfo(dtype).eps * exact.abs().max()
