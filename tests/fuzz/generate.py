@@ -71,7 +71,7 @@ class Example:
         return (
             f"# dynamic={self.dynamic}, full={self.full}, must_match={self.must_match} {self.why_not}\n"
             f"{self.source}"
-            f"from tests.fuzz.generate import Example, Input\nfrom tests.fuzz.test_fuzz import run\nimport torch\n"
+            f"from tests.fuzz.generate import Example, Input\nfrom tests.fuzz.running import run\nimport torch\n"
             f"run(Example({self.lines!r}, {self.inputs!r}, {self.dtype}, {self.dynamic}, {self.full}, "
             f"{self.must_match}, {self.why_not!r}), seed={seed})\n"
         )
@@ -83,7 +83,7 @@ class Example:
 
 def make_inputs(example: Example, seed: int) -> list[torch.Tensor]:
     """The arguments of one call."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator("cpu").manual_seed(seed)
     return [_make(i, example, gen) for i in example.inputs]
 
 

@@ -267,6 +267,8 @@ def _values(w: Writer) -> None:
     if kind == "p.mT @ v":
         w.example.refuse("transposed probabilities")
     w.line("p = p.to(DT)")
+    if w.flag(8):
+        w.line(w.pick(["p = F.dropout(p, 0.0)", "p = F.dropout(p, 0.3, training=False)", "p = torch.dropout(p, 0.0, True)"]))
     w.line(f"o = {kind}")
     if any("total = " in line for line in w.example.lines):
         w.line("o = o / total.to(DT)")

@@ -38,9 +38,14 @@ class Outcome:
 
 @dataclass
 class Compiled:
-    """A backend that counts: ``sites`` are the reports of all graphs it saw."""
+    """A backend that counts: ``sites`` are the reports of all graphs it saw.
+
+    ``full``: through AOTAutograd; ``codegen``: and through Inductor's code generation.
+    """
 
     full: bool = True
+    options: Options = field(default_factory=lambda: Options(kernel="reference"))
+    codegen: bool = False
     sites: list[SiteReport] = field(default_factory=list)
 
     @property
@@ -48,12 +53,12 @@ class Compiled:
         return sum(s.status == "fused" for s in self.sites)
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable:
-        """The pass, then either AOTAutograd (``full``) or the rewritten graph as it is; no code generation."""
-        options = Options(kernel="reference")
-        if self.full:
-            compiled, result = compile_with(gm, example_inputs, options, {}, run_eagerly)
+        """The pass, then all of Inductor, AOTAutograd without code generation, or the rewritten graph as it is."""
+        if self.full or self.codegen:
+            inner = None if self.codegen else run_eagerly
+            compiled, result = compile_with(gm, example_inputs, self.options, {}, inner)
         else:
-            result = AttentionPass(options)(gm)
+            result = AttentionPass(self.options)(gm)
             compiled = gm.forward
         self.sites += result.sites
         return compiled
@@ -88,7 +93,7 @@ def copy_args(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any
             storage = a.untyped_storage()
             key = storage.data_ptr()
             if key not in bases:
-                whole = torch.empty(0, dtype=a.dtype).set_(storage, 0, (storage.nbytes() // a.element_size(),))
+                whole = torch.empty(0, dtype=a.dtype, device=a.device).set_(storage, 0, (storage.nbytes() // a.element_size(),))
                 bases[key] = _as(whole.clone(), dtype)
             copy = bases[key].as_strided(a.shape, a.stride(), a.storage_offset()).detach()
             same[id(a)] = copy.requires_grad_(a.requires_grad)
@@ -102,12 +107,12 @@ def call(fn: Callable, args: Sequence[Any], seed: int = 0) -> Outcome:
     result = fn(*args)
     outputs = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, Tensor)]
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    gen = torch.Generator().manual_seed(1)
+    gen = torch.Generator("cpu").manual_seed(1)
     loss: Tensor | None = None
     for t in outputs:
         if not t.is_floating_point():
             continue
-        weight = torch.randn(t.shape, generator=gen, dtype=torch.float64)
+        weight = torch.randn(t.shape, generator=gen, dtype=torch.float64, device="cpu").to(t.device)
         if t.requires_grad:
             part = (t.double() * weight).sum()
             loss = part if loss is None else loss + part
@@ -176,18 +181,20 @@ def check(
     dynamic: bool | None = False,
     full: bool = True,
     more: Sequence[Sequence[Any]] = (),
+    made: Compiled | None = None,
 ) -> Compiled:
     """Compares ``fn`` compiled with ``fn`` eager on ``args``, then on each of ``more`` without compiling anew by hand.
 
     Args:
         exact_fn: what computes the float64 truth; ``fn`` itself on doubled arguments by default.
         full: through AOTAutograd; otherwise the rewritten graph runs as it is, which is quicker.
+        made: the backend, where it is not the usual one.
 
     Returns:
         the backend with its site reports.
     """
     torch._dynamo.reset()
-    made = Compiled(full)
+    made = made or Compiled(full)
     compiled = torch.compile(fn, backend=made.backend, dynamic=dynamic)
     for given in (args, *more):
         eager = call(fn, copy_args(given))

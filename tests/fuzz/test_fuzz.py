@@ -10,12 +10,11 @@ from collections import Counter
 
 import hypothesis
 import pytest
-import torch
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
-from tests.fuzz.generate import Example, generate, make_inputs
-from tests.fuzz.oracle import call, check, copy_args
+from tests.fuzz.generate import Example, generate
+from tests.fuzz.running import run, valid
 
 SHARDS = 16
 EXAMPLES = int(os.environ.get("FA_INDUCTOR_FUZZ_EXAMPLES", "2000"))
@@ -32,32 +31,6 @@ class _Draws:
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
     return generate(_Draws(draw))
-
-
-def valid(example: Example) -> bool:
-    """Whether eager runs it: in-place writes may meet what autograd has saved."""
-    try:
-        call(example.function(), copy_args(make_inputs(example, 0)))
-    except RuntimeError:
-        return False
-    return True
-
-
-def run(example: Example, seed: int = 0) -> int:
-    """Checks one example; returns how many attentions fused."""
-    torch.manual_seed(seed)
-    made = check(
-        example.function(),
-        make_inputs(example, seed),
-        exact_fn=example.function(torch.float64),
-        dtype=example.dtype,
-        dynamic=example.dynamic,
-        full=example.full,
-    )
-    for site in made.sites:
-        if site.reason.startswith(("analysis failed", "the graph could not be read")):
-            raise AssertionError(site.reason)
-    return made.fused
 
 
 @pytest.mark.timeout(1800)

@@ -1,0 +1,91 @@
+"""The fuzzer as a program: a kernel broken on purpose is found, shrunk and saved; what it saves runs alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import fuzz
+from fa_inductor import cpu_flash
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_program(path: Path) -> int:
+    """Exit code of a saved program, run in this process, with whatever is broken in it."""
+    scope: dict[str, Any] = {"__name__": "saved"}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    torch._dynamo.reset()
+    return int(scope["main"]())
+
+
+def test_a_broken_kernel_is_found_shrunk_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = cpu_flash.FLASH
+
+    def broken(*args: Any, attn_mask: Any = None, **more: Any) -> Any:
+        out, lse = original(*args, attn_mask=attn_mask, **more)
+        return (out if attn_mask is None else out * 1.01), lse
+
+    monkeypatch.setattr(cpu_flash, "FLASH", broken)
+    before = cpu_flash.BLOCK_M, cpu_flash.DENSE_M
+    path = tmp_path / "found.py"
+    arguments = ["--kernels", "aten", "--failures", "1", "--examples", "60", "--shrink-seconds", "20", "--out", str(path)]
+    assert fuzz.main(arguments) == 1
+    text = capsys.readouterr().out
+    assert "1 failures (1 wrong)" in text.splitlines()[-1]
+    assert "WrongValue: output 0: error" in path.read_text()
+    (example,) = [line for line in text.splitlines() if line.startswith("example ")]
+    source = path.read_text().split("def f(")[1].split("return f\n")[0]
+    assert source.count("\n") <= 10, source  # the plainest attention there is with a mask
+    assert run_program(path) == 1, "the saved program shows the fault"
+    cpu_flash.BLOCK_M, cpu_flash.DENSE_M = before
+    # The same example again, by the name that was printed.
+    seed, number = example.split()[1].split("/")
+    again = ["--kernels", "aten", "--seed", seed, "--start", number, "--examples", "1", "--shrink-seconds", "0"]
+    assert fuzz.main([*again, "--out", str(path)]) == 1
+    assert path.with_name("found-2.py").exists(), "nothing is overwritten"
+
+    monkeypatch.undo()
+    done = subprocess.run([sys.executable, str(path)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all is well"), done.stderr[-2000:]
+    assert fuzz.main([*again, "--out", str(path)]) == 0
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_crash_is_a_failure_and_an_example_depends_on_its_name_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cases = [fuzz.case_of(fuzz.Choices(source=random.Random("3/5")), "cpu", ["aten"], False) for _ in range(2)]
+    assert cases[0].example.source == cases[1].example.source
+    assert fuzz.case_of(fuzz.Choices(cases[0].trace), "cpu", ["aten"], False).example.source == cases[0].example.source
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("made to fail")
+
+    monkeypatch.setattr(fuzz, "run", fail)
+    verdict = fuzz.judge(cases[0], "cpu")
+    assert (verdict.kind, verdict.error) == ("crash", "ZeroDivisionError: made to fail")
+    again = lambda trace: fuzz.judge(fuzz.case_of(fuzz.Choices(trace), "cpu", ["aten"], False), "cpu")  # noqa: E731
+    small, tried = fuzz.shrink(verdict, again, 10)
+    assert tried > 0
+    assert set(small.case.trace) == {0}, "everything is the simplest there is"
+
+
+def test_what_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "run", lambda *_: time.sleep(30))
+    monkeypatch.setitem(fuzz.HANG, "cpu", 1)
+    start = time.monotonic()
+    verdict = fuzz.judge(fuzz.case_of(fuzz.Choices(), "cpu", ["aten"], False), "cpu")
+    assert (verdict.kind, verdict.failed) == ("hang", True)
+    assert time.monotonic() - start < 20
