@@ -54,13 +54,16 @@ class Choices:
 
     def __init__(self, given: Sequence[int] = (), source: random.Random | None = None) -> None:
         self.given, self.source, self.made = list(given), source, []
+        # Some examples are plainer than others: where everything is drawn evenly, few are still attention.
+        self.plain = source.choice((0.0, 0.3, 0.6)) if source is not None else 1.0
 
     def pick(self, options: Sequence[T]) -> T:
         position = len(self.made)
         if position < len(self.given):
             chosen = min(self.given[position], len(options) - 1)
         else:
-            chosen = self.source.randrange(len(options)) if self.source is not None else 0
+            plain = self.source is None or self.source.random() < self.plain
+            chosen = 0 if plain or self.source is None else self.source.randrange(len(options))
         self.made.append(chosen)
         return options[chosen]
 

@@ -107,6 +107,8 @@ _INPLACE_OPERATORS = {
     operator.setitem, operator.iadd, operator.imul, operator.isub, operator.itruediv, operator.ifloordiv, operator.iand,
     operator.ior, operator.ixor, operator.ipow, operator.imatmul, operator.imod, operator.ilshift, operator.irshift,
 }  # fmt: skip
+#: Their methods; ``__invert__`` and ``__index__`` only begin like one.
+_INPLACE_METHODS = {f"__{f.__name__}__" for f in _INPLACE_OPERATORS}
 
 
 @lru_cache(maxsize=512)
@@ -123,7 +125,7 @@ def is_inplace(n: fx.Node) -> bool:
     """Whether a Dynamo node may write into one of its inputs."""
     if n.op == "call_method":
         t = str(n.target)
-        return (t.endswith("_") and not t.endswith("__")) or (t.startswith("__i") and t.endswith("__")) or t == "__setitem__"
+        return (t.endswith("_") and not t.endswith("__")) or t in _INPLACE_METHODS
     if n.op != "call_function":
         return False
     if n.target in _INPLACE_OPERATORS or n.kwargs.get("inplace") or n.kwargs.get("out") is not None:

@@ -289,6 +289,13 @@ def test_parameters_ask_for_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(s.status, s.backward) for s in report.sites] == [("fused", False)]
 
 
+def test_exporting_a_compiled_module_exports_what_it_wraps() -> None:
+    compiled = torch.compile(Tiny(), backend="fa_inductor", options={"kernel": "reference"})
+    names = [str(n.target) for n in exported(compiled, torch.randn(1, 2, 16, 8)).graph.nodes]
+    assert "aten.softmax.int" in names
+    assert not any("fa_inductor" in name for name in names)
+
+
 def test_a_fault_of_ours_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise AssertionError("made to fail")

@@ -211,3 +211,21 @@ def test_positional_arguments_that_are_not_inplace() -> None:
     assert not any(is_inplace(graph.call_function(fn, args)) for fn, args in plain)
     assert all(is_inplace(graph.call_function(fn, args)) for fn, args in writes)
     assert is_inplace(graph.call_function(F.silu, (x,), {"inplace": True}))
+
+
+def test_methods_that_only_begin_like_a_write() -> None:
+    """Under a default device ``~mask`` is captured as a call of ``__invert__``."""
+
+    def fn(q, k, v, keep):
+        return scores(q, k).masked_fill(~keep, -INF).softmax(-1) @ v
+
+    before = torch.get_default_device()
+    torch.set_default_device("cpu")
+    try:
+        agree(fn, *qkv(), torch.ones(M, N, dtype=torch.bool).tril(2))
+    finally:
+        torch.set_default_device(before if before.type != "cpu" else None)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert not any(is_inplace(graph.call_method(name, (x,))) for name in ("__invert__", "__index__", "__int__"))
+    assert all(is_inplace(graph.call_method(name, (x, x))) for name in ("__iadd__", "__ior__", "__setitem__", "add_"))
