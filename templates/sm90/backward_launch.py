@@ -146,7 +146,7 @@ class Backward:
         self.row_numbers = (hq, m, padded_len, *out.stride()[:3], *grad_out.stride()[:3], *dq_sum.stride()[:3])
         rows = _ROWS_BLOCK // d_pad
         widths = {"QK_DIM": d, "QK_PAD": d_pad, "V_DIM": dv, "V_PAD": v_pad, "ROWS": rows, "DEAD_ZERO": dead_zero}
-        self.rows = Launcher(row_statistics, (padded_len // rows, b * hq, 1), widths)
+        self.rows = Launcher(row_statistics, (padded_len // rows * b * hq, 1, 1), widths)
         self.sum_numbers = (factor, q.numel())
         self.sum = Launcher(scale_sum, (-(-q.numel() // _SUM_BLOCK), 1, 1), {"BLOCK": _SUM_BLOCK})
 

@@ -17,10 +17,12 @@ def row_statistics(
     delta = sum_d out * grad_out; log2_denom = lse * log2(e). Rows past the end, and with DEAD_ZERO rows without keys, get
     +inf and 0, so that exp2(score - log2_denom) is 0. DQ_SUM [B, H, M, QK_DIM] float32 is zeroed.
     """
-    head = tl.program_id(1).to(tl.int64)
+    # One grid dimension: the others end at 65535, and there may be more heads.
+    tiles = padded_len // ROWS
+    head = (tl.program_id(0) // tiles).to(tl.int64)
     b = head // heads
     h = head % heads
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, V_PAD)
     inside = (rows[:, None] < q_len) & (d[None, :] < V_DIM)
     index = rows.to(tl.int64)[:, None]
