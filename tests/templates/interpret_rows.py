@@ -10,10 +10,10 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch  # noqa: E402
+import torch
 
-from fa_inductor.templates.sm90.backward_rows import row_statistics, scale_sum  # noqa: E402
-from fa_inductor.templates.sm90.form import padded  # noqa: E402
+from fa_inductor.templates.sm90.backward_rows import row_statistics, scale_sum
+from fa_inductor.templates.sm90.form import padded
 
 
 def check(batch: int, heads: int, rows: int, dims: tuple[int, int], dead_zero: bool) -> None:
