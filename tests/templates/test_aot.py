@@ -7,24 +7,20 @@ nothing.
 
 from __future__ import annotations
 
-import json
-import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from benchmarks._aot import SHARED_LIMIT, GluonBackwardRequest, GluonRequest, compiled, render, request
 from fa_inductor._compat import triton_version, version_tuple
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates import backward, forward, tiles
+from fa_inductor.templates import tiles
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
 from fa_inductor.templates.sm90 import backward_launch
 from fa_inductor.templates.sm90.launch import CONFIGS
-from tests.templates.aot import SHARED_LIMIT, GluonBackwardRequest, GluonRequest, Request
 from tests.templates.families import BY_NAME
 
 pytest.importorskip("triton")
@@ -37,31 +33,8 @@ if version_tuple(triton_version() or "3.7") >= (3, 9):
     MEASURED_SPILLS["dkdv", 90, 256] = 480  # not measured on a GPU
 
 
-def render(program: str, problem: Problem, which: str, config: TileConfig, slots: tuple[int, ...] = ()) -> KernelSource:
-    spec = AttentionSpec.parse(program)
-    if which == "forward":
-        return forward.forward_kernel(spec, problem, config)
-    if which == "dq":
-        return backward.dq_kernel(spec, problem, config, slots)
-    return {"dkdv": backward.dkdv_kernel, "rows": backward.rows_kernel}[which](spec, problem, config)
-
-
 def compile_for(arch: int, kernel: KernelSource, element: str = "bf16", **captures: str) -> dict[str, Any]:
-    """What tests/templates/aot.py reports; one process, so that a compiler that aborts fails this test alone."""
-    pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
-    pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
-    for name, kind in captures.items():
-        summaries = {f"{end}{name[3:]}": "i8" if kind == "i1" else kind for end in ("LOW", "TOP")}
-        pointers |= {n: x for n, x in summaries.items() if n in kernel.arguments}
-    out = "fp32" if kernel.output_rank == 3 else element
-    return compiled(Request(kernel, arch, pointers, out))
-
-
-def compiled(request: Request | GluonRequest) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.templates.aot"]
-    done = subprocess.run(command, input=pickle.dumps(request), capture_output=True, timeout=250)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    return json.loads(done.stdout)
+    return compiled(request(arch, kernel, element, **captures))
 
 
 def check(arch: int, report: dict[str, Any], config: TileConfig, element: str = "bf16") -> None:

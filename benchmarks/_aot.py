@@ -1,7 +1,8 @@
-"""Compile one rendered kernel for an NVIDIA architecture that need not be present, and print what came out as JSON.
+"""Compile one kernel for an NVIDIA architecture that need not be present, and report what came out.
 
-Runs as a program, one compile a process: a compile for an architecture that the source does not fit can abort.
-Input on stdin: a pickled :class:`Request`.
+Shared by ``aot_table.py`` and the tests. :func:`compiled` runs this file as a program, one compile a process: a compile
+for an architecture that the source does not fit can abort. Its input on stdin is a pickled :class:`Request`,
+:class:`GluonRequest` or :class:`GluonBackwardRequest`, its output JSON.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fa_inductor.templates.rendering import KernelSource
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import backward, forward
+from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.sm90.backward_launch import BackwardConfig
 from fa_inductor.templates.sm90.launch import GluonConfig
 from fa_inductor.templates.standalone import Known
 
-#: Largest shared memory of one program, bytes (CUDA programming guide, "technical specifications per compute
-#: capability").
-SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+#: Largest shared memory of one program, bytes: 163 KiB, 99 KiB and 227 KiB. CUDA C++ programming guide, table "Technical
+#: Specifications per Compute Capability", row "Maximum amount of shared memory per thread block".
+SHARED_LIMIT = {
+    80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024
+}  # fmt: skip
 
 _INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
@@ -41,6 +48,42 @@ class Request:
     pointers: dict[str, str]
     out: str
     known: Known = ()
+
+
+def render(program: str, problem: Problem, which: str, config: TileConfig, slots: tuple[int, ...] = ()) -> KernelSource:
+    """The kernel of one pass (``forward``, ``dkdv``, ``dq`` or ``rows``); ``slots``: captures whose gradient dq computes."""
+    spec = AttentionSpec.parse(program)
+    if which == "forward":
+        return forward.forward_kernel(spec, problem, config)
+    if which == "dq":
+        return backward.dq_kernel(spec, problem, config, slots)
+    return {"dkdv": backward.dkdv_kernel, "rows": backward.rows_kernel}[which](spec, problem, config)
+
+
+def request(arch: int, kernel: KernelSource, element: str = "bf16", **captures: str) -> Request:
+    """A request for a rendered kernel; ``captures`` gives the type of each ``CAP<i>``."""
+    pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
+    pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
+    for name, kind in captures.items():
+        summaries = {f"{end}{name[3:]}": "i8" if kind == "i1" else kind for end in ("LOW", "TOP")}
+        pointers |= {n: x for n, x in summaries.items() if n in kernel.arguments}
+    return Request(kernel, arch, pointers, "fp32" if kernel.output_rank == 3 else element)
+
+
+class CompileError(Exception):
+    """A compiler gave up; the message ends with the last lines that it printed."""
+
+
+def compiled(asked: Request | GluonRequest | GluonBackwardRequest, timeout: float = 250) -> dict[str, Any]:
+    """What :func:`report` says of a kernel, compiled in a process of its own; raises CompileError where that fails."""
+    command = [sys.executable, "-m", "benchmarks._aot"]
+    try:
+        done = subprocess.run(command, input=pickle.dumps(asked), capture_output=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise CompileError(f"longer than {timeout:.0f} s") from e
+    if done.returncode:
+        raise CompileError(done.stderr.decode(errors="replace")[-3000:])
+    return json.loads(done.stdout)
 
 
 @dataclass(frozen=True)
@@ -207,9 +250,8 @@ def report(compiled: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="fa_inductor_aot_"))
     asked = pickle.load(sys.stdin.buffer)
-    compile_it = {
-        Request: compile_kernel, GluonRequest: compile_gluon, GluonBackwardRequest: compile_gluon_backward
+    # By name: what was pickled names the module by its import path, not as __main__.
+    by_name: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "Request": compile_kernel, "GluonRequest": compile_gluon, "GluonBackwardRequest": compile_gluon_backward
     }  # fmt: skip
-    # What was pickled names the module by its import path, not as __main__.
-    by_name = {kind.__name__: function for kind, function in compile_it.items()}
     print(json.dumps(by_name[type(asked).__name__](asked)))
