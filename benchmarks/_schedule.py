@@ -74,12 +74,18 @@ class Factors:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a pass. ``gluon``: warp-specialised; ``persistent``: its loads run on from one tile to the next."""
+    """One kernel of a pass.
+
+    Attributes:
+        gluon: whether it is warp-specialised. persistent: whether its loads run on from one tile to the next.
+        loops: loops over tiles, each of which starts its loads anew.
+    """
 
     which: str
     tile: Tile
     gluon: bool = False
     persistent: bool = False
+    loops: int = 1
 
 
 def programs(shape: Shape, kernel: Kernel) -> Counter[int]:
@@ -149,9 +155,7 @@ def step_cycles(machine: Machine, kernel: Kernel, dim: int, factors: Factors) ->
 def kernel_seconds(machine: Machine, kernel: Kernel, shape: Shape, factors: Factors) -> float:
     """Time of one kernel."""
     cycles = step_cycles(machine, kernel, shape.dim, factors)
-    # The general kernels have a loop for the tiles that the mask cuts and one for the others: each starts its loads anew.
-    loops = 2 if shape.causal and not kernel.gluon else 1
-    waiting = 0.0 if kernel.persistent else loops * LATENCY / resident(machine, kernel, shape.dim) / cycles
+    waiting = 0.0 if kernel.persistent else kernel.loops * LATENCY / resident(machine, kernel, shape.dim) / cycles
     steps = makespan(programs(shape, kernel), waiting, machine.sms)
     computing = steps * cycles / (machine.clock * factors.clock)
     # Everything is read and written once; what is read again comes from L2.
