@@ -30,6 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
+# --8<-- [start:attention]
 class Attention(nn.Module):
     """Causal attention with fewer key-value heads than query heads, written out."""
 
@@ -53,6 +54,9 @@ class Attention(nn.Module):
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
         weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
         return self.out((weights @ v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+# --8<-- [end:attention]
 
 
 class Block(nn.Module):

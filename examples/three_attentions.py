@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 
+# --8<-- [start:functions]
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
@@ -24,6 +25,9 @@ def softcapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def over_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-2) @ v
+
+
+# --8<-- [end:functions]
 
 
 def three(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,47 @@
+"""The scripts of examples/ at small sizes."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+# A CPU kernel would not pay at sizes that a test can afford: the limit is the option's business.
+pytestmark = pytest.mark.usefixtures("any_length")
+
+
+@pytest.fixture
+def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA_INDUCTOR_MIN_SEQLEN", "0")
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](list(arguments))
+
+
+def test_decoder_inference(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "64", "--layers", "1", "--width", "32", "--heads", "4", "--kv-heads", "2", "--repeats", "1"]
+    result = run("decoder_inference", *sizes)
+    assert result["report"].counts() == {"fused": 1, "declined": 0, "rejected": 0}
+    assert result["report"].fused[0].form == "causal, GQA 4:2"
+    assert max(result["differences"]) < 1e-4  # float32, logits of order 1
+    assert "speed-up" in capsys.readouterr().out
+
+
+def test_vit_training(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--image", "128", "--batch", "1", "--layers", "1", "--width", "32", "--heads", "2", "--repeats", "1"]
+    result = run("vit_training", *sizes)
+    assert result["report"].counts() == {"fused": 1, "declined": 0, "rejected": 0}
+    assert result["report"].fused[0].backward
+    assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-5)
+    assert max(result["differences"]) < 1e-4
+    assert "speed-up" in capsys.readouterr().out
+
+
+def test_defaults_are_parsed_without_arguments() -> None:
+    for name in ("decoder_inference", "vit_training"):
+        assert runpy.run_path(str(EXAMPLES / f"{name}.py"))["arguments"]([]).device == "cpu"
