@@ -24,13 +24,14 @@ def with_blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("name", with_blocks())
-def test_python_of_a_page_runs(name: str) -> None:
-    """The blocks of one page run in their order in one namespace. Lines keep their numbers, for tracebacks and reports."""
+def test_python_of_a_page_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of one page run in their order in one module. Lines keep their numbers, for tracebacks and reports."""
     text = (DOCS / name).read_text("utf-8")
-    namespace = {"__name__": "page"}
+    page = ModuleType("docs_page")
+    monkeypatch.setitem(sys.modules, page.__name__, page)  # Dynamo imports the module of a function that it inlines
     for block in BLOCK.finditer(text):
         code = "\n" * text.count("\n", 0, block.start(1)) + block[1]
-        exec(compile(code, str(DOCS / name), "exec"), namespace)
+        exec(compile(code, str(DOCS / name), "exec"), vars(page))
 
 
 def test_some_pages_have_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# A CPU kernel would not pay at sizes that a test can afford: the limit is the option's business.
-pytestmark = pytest.mark.usefixtures("any_length")
+pytestmark = pytest.mark.usefixtures("small_and_quick")
 
 
 @pytest.fixture
-def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any length is fused, and the rewritten graph runs as it is: generated C++ would take most of the time, and has its
+    own tests."""
     monkeypatch.setenv("FA_INDUCTOR_MIN_SEQLEN", "0")
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, inputs, **settings: gm.forward)
 
 
 def run(name: str, *arguments: str) -> dict[str, Any]:
