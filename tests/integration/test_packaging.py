@@ -152,6 +152,10 @@ def test_sdist_holds_sources_tests_and_documents(dists: tuple[Path, Path]) -> No
         "CONTRIBUTING.md",
         "Makefile",
         "constraints.txt",
+        "mkdocs.yml",
+        "docs/index.md",
+        "docs/generated/forms.md",
+        "examples/decoder_inference.py",
         "tests/conftest.py",
     }
     assert wanted <= names, f"missing: {sorted(wanted - names)}"
