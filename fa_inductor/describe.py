@@ -39,14 +39,18 @@ def _positions(score: Expr) -> list[str]:
 def _terms(score: Expr) -> list[str]:
     words = []
     loads = [n for n in score.walk() if isinstance(n, Load)]
-    tested = {x for n in score.walk() if isinstance(n, Call) and n.kind == BOOL for x in n.walk() if isinstance(x, Load)}
-    if any(x.kind == BOOL for x in loads) or tested:
+    # A condition on no position masks none: the clamp of a temperature is one.
+    tests = [n for n in score.walk() if isinstance(n, Call) and n.kind == BOOL and n.depends_on(Q_IDX, KV_IDX)]
+    tested = {x for n in tests for x in n.walk() if isinstance(x, Load)}
+    casts = [n for n in score.walk() if isinstance(n, Call) and n.fn == "cast_float" and n.depends_on(KV_IDX)]
+    of_data = [n for n in casts if any(isinstance(x, Load) for x in n.walk())]  # (1 - keep) * -10000, not a distance
+    if any(x.kind == BOOL for x in loads) or tested or of_data:
         words.append("mask")
     if any(x.kind == FLOAT and x.depends_on(KV_IDX) and x not in tested for x in loads):
         words.append("bias")
     if any(isinstance(n, Call) and n.fn == "tanh" and n.depends_on(SCORE) for n in score.walk()):
         words.append("softcap")
-    if any(isinstance(n, Call) and n.fn == "cast_float" and n.depends_on(KV_IDX) for n in score.walk()):
+    if len(casts) > len(of_data):
         words.append("ALiBi")
     return words
 
