@@ -75,8 +75,8 @@ def source_of(fn: Any) -> str:
     return "\n".join(lines[first:])
 
 
-def program_of(form: Form) -> str:
-    """The text of the program that the rewritten graph carries, once for each different attention in it."""
+def recognised_as(name: str, form: Form) -> Row:
+    """(form in the report, program in the rewritten graph), once for each different attention in it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     inputs = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in form.draw(Draw())]
@@ -84,8 +84,9 @@ def program_of(form: Form) -> str:
     with torch.no_grad():
         compiled(*inputs)
     if backend.reasons or backend.fused != form.fused:
-        raise RuntimeError(f"{form.name} is listed as recognised, but: {backend.reasons}")
-    return "<br>".join(code(text) for text in dict.fromkeys(site.program for site in backend.report.fused))
+        raise RuntimeError(f"{name} is listed as recognised, but: {backend.reasons}")
+    found = dict.fromkeys((site.form, code(site.program)) for site in backend.report.fused)
+    return tuple("<br>".join(texts) for texts in zip(*found, strict=True))
 
 
 def function_of(case: Any) -> Any:
@@ -112,7 +113,7 @@ def by_file(cases: dict[str, Any], titles: dict[str, str], headers: Row, row: Ca
 
 
 def forms() -> str:
-    return by_file(FORMS, FORM_FILES, ("spelling", "program", "note"), lambda name, form: (program_of(form),))
+    return by_file(FORMS, FORM_FILES, ("spelling", "in the report", "program", "note"), recognised_as)
 
 
 def lookalikes() -> str:
