@@ -168,7 +168,8 @@ def problem_of(o: Operands) -> Problem:
         v_dim=sizevars.guard_int(o.v.get_size()[3]),
         group=sizevars.guard_int(heads) // sizevars.guard_int(kv_heads),
         captures=tuple(capture(t) for t in o.captures),
-        wide_sizes=tuple(not (_fits_int32(s) and _fits_int32(-s)) for s in o.sizes),
+        # A sum of such a size and an index is to fit as well.
+        wide_sizes=tuple(not (_fits_int32(2 * s) and _fits_int32(-2 * s)) for s in o.sizes),
         wide_tile=not all(_fits_int32(tile_span(t)) for t in operands),
         wide_captures=tuple(not _fits_int32(span(t)) for t in o.captures),
         even_q=sizevars.statically_known_multiple_of(rows, 128),

@@ -160,6 +160,9 @@ def _float_integer(e: Expr, facts: Facts) -> tuple[Expr, int] | None:
     bound = sum(p[1] for p in parts if p is not None)
     if None in parts or bound > _EXACT:
         return None
+    if e.fn == "neg":
+        # Not -x: the integer 0 has no sign, and 1 / x would tell.
+        return call("sub", Const(0.0), *(p[0] for p in parts if p is not None)), bound
     return call(e.fn, *(p[0] for p in parts if p is not None)), bound
 
 

@@ -6,9 +6,9 @@ computed once. Equal input gives equal text.
 
 The statements are free of shapes: the template binds ``score``, ``q_idx`` and ``kv_idx`` to blocks that broadcast to
 its tile, in either orientation, and ``b_idx``, ``h_idx``, ``Q_LEN``, ``KV_LEN``, ``SIZE0...`` to scalars. Floats are
-float32. Integer arithmetic is int32 where its result cannot leave that range for lengths below 2^30 and int64
-elsewhere. A load whose index is not proven to lie inside its tensor is masked and reads 0 or False outside it, as
-the reference does.
+float32. Integer arithmetic is int32 where its result cannot leave that range for lengths below 2^30, and int64
+elsewhere and where captured tensors take part, of whatever dtype. A load whose index is not proven to lie inside its
+tensor is masked and reads 0 or False outside it, as the reference does.
 """
 
 from __future__ import annotations
@@ -145,12 +145,59 @@ def is_nonnegative(e: Expr) -> bool:
     return False
 
 
+_INT32 = 2**31 - 1
+#: Lengths lie below this, and the run-time sizes that are held in int32 within it on either side.
+_LENGTH = 2**30
+_ANY = (-(2**63), 2**63)
+
+
+def _range(e: Expr) -> tuple[int, int]:
+    """(least, greatest) that an integer expression may be; past int32 for whatever a captured tensor takes part in.
+
+    A run-time size is taken to be held in int32: a wide one is int64 itself, and so is what it takes part in.
+    """
+    if isinstance(e, Const):
+        return int(e.value), int(e.value)
+    if isinstance(e, Sym):
+        low = 0 if e.name in INDEX_NAMES or e.name in SIZE_NAMES else -_LENGTH
+        return low, _LENGTH - 2 if e.name in INDEX_NAMES else _LENGTH - 1
+    if not isinstance(e, Call):
+        return _ANY
+    if e.fn == "cast_int":
+        return (0, 1) if e.args[0].kind == BOOL else _ANY
+    (a, b), (c, d) = _range(e.args[-1]), _range(e.args[-2] if len(e.args) > 1 else e.args[-1])
+    if e.fn == "add":
+        return a + c, b + d
+    if e.fn == "sub":
+        return c - b, d - a
+    if e.fn == "mul":
+        products = (a * c, a * d, b * c, b * d)
+        return min(products), max(products)
+    if e.fn in ("neg", "abs"):
+        return min(a, -b), max(b, -a)
+    if e.fn == "floordiv":
+        return min(c, -d), max(d, -c)
+    if e.fn == "mod":
+        return min(a, 0), max(b, 0)
+    return (min(a, c), max(b, d)) if e.fn in ("minimum", "maximum", "where") else _ANY
+
+
+def in_int32(e: Expr) -> bool:
+    """Whether an integer expression is proven to fit int32 where no run-time size in it is wide."""
+    return all(-_INT32 <= n <= _INT32 for n in _range(e))
+
+
 def _needs_int64(e: Call) -> bool:
-    """Whether a product may leave int32 although its factors are lengths or indices below 2^30."""
-    if e.fn != "mul" or e.kind != INT:
+    """Whether the integer operands of ``e`` are cast to int64: its result, or one of them, may lie outside int32.
+
+    Two elements of one captured tensor are compared as they are; those of two tensors may differ in sign and width.
+    """
+    integers = [a for a in e.args if a.kind == INT]
+    if not integers or e.fn.startswith("cast_"):
         return False
-    constants = [abs(int(a.value)) for a in e.args if isinstance(a, Const)]
-    return not constants or constants[0] > 1
+    if e.kind == BOOL and all(isinstance(a, Load) for a in integers) and len({a.slot for a in integers}) == 1:  # type: ignore[attr-defined]
+        return False
+    return not all(in_int32(x) for x in (*integers, *([e] if e.kind == INT else [])))
 
 
 class ScorePrinter:
@@ -223,7 +270,8 @@ class ScorePrinter:
         raise Unprintable(f"unknown term {type(e).__name__}")
 
     def _call(self, e: Call) -> str:
-        args = [self.names[a] for a in e.args]
+        wide = _needs_int64(e)
+        args = [_int64(a, self.names[a]) if wide and a.kind == INT else self.names[a] for a in e.args]
         fn = e.fn
         if fn.startswith("cast_"):
             return self._cast(e, args[0])
@@ -238,8 +286,6 @@ class ScorePrinter:
         if fn == "pow":
             return self._power(e, args[0])
         if fn in _INFIX:
-            if _needs_int64(e):
-                return f"{_int64(e.args[0], args[0])} * {_int64(e.args[1], args[1])}"
             return f"{args[0]} {_INFIX[fn]} {args[1]}"
         if e.args[0].kind == INT and fn in ("minimum", "maximum", "abs"):
             return f"tl.{fn}({', '.join(args)})"
@@ -320,7 +366,9 @@ class ScorePrinter:
 
 
 def _int64(e: Expr, text: str) -> str:
-    return text if isinstance(e, Const) else f"tl.cast({text}, tl.int64)"
+    if isinstance(e, Const):
+        return text if abs(int(e.value)) <= _INT32 else f"tl.full([], {text}, tl.int64)"
+    return f"tl.cast({text}, tl.int64)"
 
 
 def varies(e: Expr) -> bool:

@@ -12,12 +12,29 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from fa_inductor.bounds import KvBounds
-from fa_inductor.expr import BOOL, INT, KV_IDX, KV_LEN, Q_IDX, Q_LEN, Call, Const, Expr, H, Load, Sym, call, substitute
+from fa_inductor.expr import (
+    BOOL,
+    INT,
+    KV_IDX,
+    KV_LEN,
+    Q_IDX,
+    Q_LEN,
+    SCORE,
+    Call,
+    Const,
+    Expr,
+    H,
+    Load,
+    Sym,
+    call,
+    substitute,
+)  # fmt: skip
+from fa_inductor.intervals import linear
 from fa_inductor.masks import MaskedScore, conjuncts, normalise
 from fa_inductor.templates.configs import TileConfig, Use, candidates
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem, padded_dim
-from fa_inductor.templates.score_codegen import CaptureInfo, ScorePrinter
+from fa_inductor.templates.score_codegen import CaptureInfo, ScorePrinter, in_int32
 
 #: Past every index, and a sum of two fits int32: lengths lie below 2^30.
 _FAR = 2**30
@@ -68,16 +85,16 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
     first, last = ("q_first", "q_last") if keys else ("kv_first", "kv_last")
     even = problem.even_kv if keys else problem.even_q
     keep = masked.keep if keys else substitute(masked.keep, _SWAP)
-    found = KvBounds.of(keep) if masked.fill is not None else KvBounds()
+    wide = frozenset(Sym(f"n{i}") for i, x in enumerate(problem.wide_sizes) if x)
+    found = _printable(keep, wide) if masked.fill is not None else KvBounds()
     names: dict[Expr, str] = {_FIRST: first, _END: "block_end"} | ({} if keys else _swapped_names())
     captures = problem.captures if keys else tuple(map(_swapped_info, problem.captures))
     printer = ScorePrinter(captures, "n" if keys else "m", names)
-    wide = {f"n{i}" for i, x in enumerate(problem.wide_sizes) if x}
     free = frozenset(x for x in _block_loads(found) if not (packed and x.depends_on(H)))
 
     def text(e: Expr) -> str:
-        value = printer.emit(e)
-        if any(isinstance(n, Load) or (isinstance(n, Sym) and n.name in wide) for n in e.walk()):
+        value = printer.emit(_saturated(e, wide))
+        if not in_int32(e) or not wide.isdisjoint(e.walk()):
             value = f"tl.minimum(tl.maximum({value}, -{_FAR}), {_FAR})"
         return f"tl.cast({value}, tl.int32)"
 
@@ -129,6 +146,82 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
     )
 
 
+#: Where a captured number, a wide size or a constant of a range is cut off: past every index with room below for the sums
+#: and divisions that :func:`_reach` allows, and above for them within int64.
+_CUT = 2**50
+
+
+def _printable(keep: Expr, wide: frozenset[Expr]) -> KvBounds:
+    """The ranges of a mask that int64 computes, however large what it captures is; the others stay with ``rest``.
+
+    Solving ``kv_idx <= x`` for the range makes ``x + 1`` of an x that may be the largest integer there is.
+    """
+    lower: list[Expr] = []
+    upper: list[Expr] = []
+    rest: list[Expr] = []
+    for atom in conjuncts(normalise(keep)):
+        found = KvBounds.of(atom)
+        if all(_reach(e, wide) is not None for e in (*found.lower, *found.upper)):
+            lower += [e for e in found.lower if e not in lower]
+            upper += [e for e in found.upper if e not in upper]
+            rest += found.rest
+        else:
+            rest.append(atom)
+    return KvBounds(tuple(lower), tuple(upper), tuple(rest))
+
+
+def _is_cut(e: Expr, wide: frozenset[Expr]) -> bool:
+    if isinstance(e, Const):
+        return e.kind == INT and abs(int(e.value)) > _FAR
+    return isinstance(e, Load) or e in wide
+
+
+def _reach(e: Expr, wide: frozenset[Expr]) -> tuple[int, int] | None:
+    """(most, far) of a range's end once its leaves are cut off at :data:`_CUT`, None where that may change the tiles.
+
+    ``most`` bounds the magnitude of what has no leaf to cut off. ``far`` is the least magnitude where one is cut off, with
+    the sign of the true value; 0 without such a leaf.
+    """
+    if _is_cut(e, wide):
+        return 0, _CUT
+    if isinstance(e, Const):
+        return abs(int(e.value)), 0
+    if isinstance(e, Sym):
+        return 2 * _FAR, 0
+    form = linear(e)
+    if form.terms != {e: 1}:
+        parts = [(c, _reach(t, wide)) for t, c in form.terms.items()]
+        parts.append((1, _reach(Const(form.const), wide)))
+        reaches = [(abs(c), r) for c, r in parts if r is not None]
+        cut = [(c, r[1]) for c, r in reaches if r[1]]
+        most = sum(c * r[0] for c, r in reaches)
+        if len(reaches) < len(parts) or len(cut) > 1 or most > 2**40 or any(c > 2**10 for c, _ in cut):
+            return None
+        far = cut[0][0] * cut[0][1] - most if cut else 0
+        return (most, far) if not cut or far > 2 * _FAR else None
+    if isinstance(e, Call) and e.fn in ("minimum", "maximum", "where", "floordiv"):
+        inner = [_reach(x, wide) for x in (e.args[1:] if e.fn == "where" else e.args[: 1 if e.fn == "floordiv" else 2])]
+        known = [r for r in inner if r is not None]
+        if len(known) < len(inner):
+            return None
+        most, far = max(r[0] for r in known), min((r[1] for r in known if r[1]), default=0)
+        if e.fn == "floordiv" and far:
+            divisor = e.args[1]
+            far = far // int(divisor.value) - 1 if isinstance(divisor, Const) and int(divisor.value) > 0 else -1
+        return (most, far) if not far or far > 2 * _FAR else None
+    # Other terms have no bounds, or constant ones.
+    return 2 * _FAR, 0
+
+
+def _saturated(e: Expr, wide: frozenset[Expr]) -> Expr:
+    """``e`` with its leaves cut off at :data:`_CUT`."""
+
+    def cut(x: Expr) -> Expr:
+        return call("minimum", call("maximum", x, Const(-_CUT)), Const(_CUT))
+
+    return substitute(e, {n: cut(n) for n in e.walk() if _is_cut(n, wide)})
+
+
 #: Keys (or queries) that one element of a summary stands for. Every tile is a multiple or a part of it.
 SUMMARY = 64
 #: Up to this many queries a kernel looks at every key of the captured tensors instead: a summary is a kernel more.
@@ -158,7 +251,7 @@ class _Scan:
     @staticmethod
     def _usable(atom: Expr) -> bool:
         reads_key = any(isinstance(n, Load) and n.depends_on(KV_IDX) for n in atom.walk())
-        if not reads_key or atom.kind != BOOL:
+        if not reads_key or atom.kind != BOOL or atom.depends_on(SCORE):
             return False
         if not atom.depends_on(Q_IDX):
             return True
@@ -213,6 +306,8 @@ class _Scan:
             e = self._element(atom, captures)
             assert e is not None
             low, top = (f"tl.load({self._summary(e, kind, outer, 'scan_idx')})" for kind in ("LOW", "TOP"))
+            if atom.depends_on(Q_IDX):
+                low, top = (f"tl.cast({x}, tl.int64)" for x in (low, top))
             inside += [f"low{i} = {low}", f"top{i} = {top}"]
             if not atom.depends_on(Q_IDX):
                 turned = atom != e
@@ -228,6 +323,7 @@ class _Scan:
             else:
                 text = outer.emit(self._query(atom))
                 before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
+            before += [f"{end}{i} = tl.cast({end}{i}, tl.int64)" for end in ("min", "max")]
             if fn == "eq":
                 hits.append(f"(top{i} >= min{i}) & (low{i} <= max{i})")
                 wholes.append(f"(low{i} == top{i}) & (low{i} == min{i}) & (min{i} == max{i})")
@@ -310,9 +406,10 @@ class _Scan:
                 hits.append(f"({inner.emit(atom)})")
                 continue
             assert isinstance(atom, Call)
-            value = inner.emit(next(x for x in atom.args if x.depends_on(KV_IDX)))
+            value = f"tl.cast({inner.emit(next(x for x in atom.args if x.depends_on(KV_IDX)))}, tl.int64)"
             text, fn = outer.emit(self._query(atom)), self._turned(atom)
-            before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
+            ends = ((end, f"tl.{end}(tl.{end}({text}, 1), 0)") for end in ("min", "max"))
+            before += [f"{end}{i} = tl.cast({value_of}, tl.int64)" for end, value_of in ends]
             if fn == "eq":
                 hits.append(f"({value} >= min{i}) & ({value} <= max{i})")
             else:

@@ -252,6 +252,56 @@ FAMILIES = [
         (3, 2, 1, 37, 70, 16, 16),
         lambda shape, g: [torch.tensor([70, 33, 5])],
     ),
+    Family(
+        "threshold_keys",
+        "attention(score=where(score * f0[b, kv_idx] > 0.0, score * 0.2, -inf), dead_rows='zero')",
+        captures=normal("b", "n"),
+    ),
+    Family(
+        "threshold_rows",
+        "attention(score=where(cast_int(score) + q_idx >= i0[b, kv_idx], score * 0.2, -inf), dead_rows='zero')",
+        captures=lambda shape, g: [torch.randint(-1, 40, (shape[0], shape[4]), generator=g)],
+    ),
+    # Differences, sums and ends of ranges leave the narrow dtypes of what is captured.
+    Family(
+        "ids_narrow",
+        "attention(score=where((i0[b, q_idx] + 100 >= i0[b, kv_idx]) & (i1[h, q_idx] < i0[b, kv_idx]), score * 0.2, -inf),"
+        " dead_rows='zero')",
+        captures=lambda shape, g: [
+            torch.randint(100, 256, (shape[0], shape[4]), generator=g).to(torch.uint8),
+            torch.randint(-100, 128, (shape[1], shape[3]), generator=g).to(torch.int8),
+        ],
+    ),
+    Family(
+        "ids_narrow_long",
+        "attention(score=where(i1[h, q_idx] < i0[b, kv_idx], score * 0.2, -inf), dead_rows='zero')",
+        (2, 2, 1, 150, 90, 16, 16),
+        lambda shape, g: [
+            torch.randint(0, 256, (shape[0], shape[4]), generator=g).to(torch.uint8),
+            torch.randint(-100, 128, (shape[1], shape[3]), generator=g).to(torch.int8),
+        ],
+    ),
+    Family(
+        "key_lengths_narrow",
+        "attention(score=where((kv_idx >= i0[b] - 10) & (kv_idx < i1[b] + 30), score * 0.2, -inf))",
+        captures=lambda shape, g: [torch.tensor([5, 20], dtype=torch.uint8), torch.tensor([100, 4], dtype=torch.int8)],
+    ),
+    Family(
+        "key_lengths_without_limit",
+        "attention(score=where((kv_idx <= i0[b]) & (kv_idx - q_idx <= i1[b]), score * 0.2, -inf))",
+        captures=lambda shape, g: [torch.tensor([2**31 - 1, 40], dtype=torch.int32), torch.tensor([30, 2**63 - 1])],
+    ),
+    Family(
+        "key_lengths_summed",
+        "attention(score=where(kv_idx < i0[b] - i1[b], score * 0.2, -inf))",
+        captures=lambda shape, g: [torch.tensor([2**60 + 9, 2**60 + 40]), torch.tensor([2**60, 2**60])],
+    ),
+    Family(
+        "windows_without_limit",
+        "attention(score=where((q_idx - kv_idx < 9223372036854775807) & (kv_idx - q_idx <= 2147483647)"
+        " & (q_idx - kv_idx > n0) & (kv_idx - q_idx <= n1), score * 0.2, -inf))",
+        sizes=(-(2**63), 2**63 - 1),
+    ),
     Family("bias_full", "attention(score=score * 0.2 + f0[b, h, q_idx, kv_idx])", captures=normal("b", "h", "m", "n")),
     Family("bias_heads", "attention(score=score * 0.2 + f0[0, h, q_idx, kv_idx])", captures=normal("1", "h", "m", "n")),
     Family("bias_batch", "attention(score=score * 0.2 + f0[b, 0, q_idx, kv_idx])", captures=normal("b", "1", "m", "n")),
@@ -264,6 +314,10 @@ FAMILIES = [
         f"attention(score=where({CAUSAL}, score * 0.2 + f0[h] * cast_float(kv_idx - q_idx), -inf))",
         (2, 4, 2, 45, 45, 24, 40),
         normal("h", scale=0.1),
+    ),
+    Family(
+        "reciprocal_distance",
+        "attention(score=score * 0.2 + minimum(1.0 / cast_float(-(abs(q_idx - kv_idx))), 0.5))",
     ),
     Family("relative", "attention(score=score * 0.2 + f0[q_idx - kv_idx + 44, h])", captures=normal("rel", "h")),
     Family("gather_outside", "attention(score=score * 0.2 + f0[q_idx - kv_idx])", captures=normal("20")),
