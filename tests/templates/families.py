@@ -299,7 +299,7 @@ FAMILIES = [
     Family(
         "windows_without_limit",
         "attention(score=where((q_idx - kv_idx < 9223372036854775807) & (kv_idx - q_idx <= 2147483647)"
-        " & (q_idx - kv_idx > n0) & (kv_idx - q_idx <= n1), score * 0.2, -inf))",
+        " & (q_idx - kv_idx > n0) & (kv_idx - q_idx <= n1) & (kv_idx < 1099511627776), score * 0.2, -inf))",
         sizes=(-(2**63), 2**63 - 1),
     ),
     Family("bias_full", "attention(score=score * 0.2 + f0[b, h, q_idx, kv_idx])", captures=normal("b", "h", "m", "n")),

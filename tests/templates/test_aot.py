@@ -85,6 +85,9 @@ _PROGRAMS = {
     "relative": ({"CAP0": "fp32"}, (0,)),
     "run_time_sizes": ({}, ()),
     "functions": ({}, ()),
+    "ids_narrow": ({"CAP0": "u8", "CAP1": "i8"}, ()),
+    "key_lengths_without_limit": ({"CAP0": "i32", "CAP1": "i64"}, ()),
+    "windows_without_limit": ({}, ()),
 }
 
 
