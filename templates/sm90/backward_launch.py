@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.sm90.form import form_of, padded
-from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher
+from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 
 #: Keys, and rows of dQ, that a consumer handles.
 CONSUMER_KEYS = 64
@@ -223,7 +223,7 @@ def prepare(
 def _readable(t: Tensor) -> bool:
     """Whether TMA can read a tensor: rows of contiguous elements at multiples of 16 bytes, apart from each other."""
     outer = [s for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1]
-    return t.stride(3) == 1 and all(s and s % 8 == 0 for s in outer) and t.data_ptr() % 16 == 0
+    return t.stride(3) == 1 and not overlaps(t) and all(s % 8 == 0 for s in outer) and t.data_ptr() % 16 == 0
 
 
 def _copy(t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.sm90.form import form_of, padded
-from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher
+from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 
 #: Query rows of one consumer warpgroup.
 CONSUMER_ROWS = 64
@@ -171,6 +171,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: st
     # TMA reads rows of 16-byte multiples from 16-byte aligned addresses; compiled code passes nothing else.
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k, v))
+    if 0 in (*q.stride(), *k.stride(), *v.stride()):
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) if overlaps(t) else t for t in (q, k, v))
     key = (
         program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
     )  # fmt: skip

@@ -27,6 +27,11 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
+def overlaps(t: Tensor) -> bool:
+    """Whether elements of ``t`` share memory, as after ``expand``: descriptors are made for tensors that do not."""
+    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
 class DescriptorForm:
     """TMA descriptors of [1, ..., *tile] tiles, for tensors of one shape, strides and dtype: bf16, fp16 or float32.
 

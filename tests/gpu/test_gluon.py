@@ -215,3 +215,13 @@ def test_a_counter_that_nobody_has_set(value: int) -> None:
     prepared.make_counter = lambda *size, **kw: torch.full(size, value, **kw)
     for ours, other in zip(prepared(q, k, v), want, strict=True):
         assert torch.equal(ours, other)
+
+
+def test_keys_of_one_batch_for_all() -> None:
+    """Expanded operands, of stride 0, are no tensors that a descriptor reads."""
+    q, k, v = tensors((3, 2, 2, 200, 200), (128, 128), torch.bfloat16)
+    shared = [t[:1].expand_as(t) for t in (k, v)]
+    program = f"attention({PROGRAMS['causal']})"
+    want = launch.attention(q, *[t.contiguous() for t in shared], [], program)
+    for ours, other in zip(launch.attention(q, *shared, [], program), want, strict=True):
+        assert torch.equal(ours, other)

@@ -89,3 +89,11 @@ def test_strides_that_tma_cannot_read() -> None:
     like = torch.empty_strided((1, 2, 100, 128), (0, 12800, 129, 1), dtype=torch.bfloat16, device="meta")
     with pytest.raises(AssertionError, match="16"):
         launcher.DescriptorForm(like, 64, 128)
+
+
+def test_overlaps() -> None:
+    t = torch.zeros(2, 3, 5, 8)
+    assert not launcher.overlaps(t)
+    assert not launcher.overlaps(t[:1].expand(1, 3, 5, 8))
+    assert launcher.overlaps(t[:1].expand(4, 3, 5, 8))
+    assert launcher.overlaps(t[..., :1].expand(2, 3, 5, 8))
