@@ -281,9 +281,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("--device cuda: torch sees no GPU")
     kernels = args.kernels.split(",") if args.kernels else ["auto"] if device == "cuda" else ["aten", "reference"]
     every = args.codegen_every or (1 if device == "cuda" else 50)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("fa_inductor").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     command = f"python -m benchmarks.fuzz --device {device} --seed {args.seed}"
     tally, start, index = Tally(), time.monotonic(), args.start
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
@@ -330,4 +327,8 @@ def _free(path: Path) -> Path:
 
 
 if __name__ == "__main__":
+    # For the whole process, and so not main's to set.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("fa_inductor").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
     sys.exit(main())

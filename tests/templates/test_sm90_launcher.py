@@ -97,3 +97,12 @@ def test_overlaps() -> None:
     assert not launcher.overlaps(t[:1].expand(1, 3, 5, 8))
     assert launcher.overlaps(t[:1].expand(4, 3, 5, 8))
     assert launcher.overlaps(t[..., :1].expand(2, 3, 5, 8))
+
+
+def test_more_heads_than_a_second_dimension_of_a_grid_has() -> None:
+    from fa_inductor.templates.sm90 import backward_launch
+
+    q = torch.empty(4096, 17, 256, 64, dtype=torch.bfloat16, device="meta")
+    made = backward_launch.Backward(q, q, q, q, q, backward_launch.CONFIGS[64], scale=1.0)
+    for launch in (made.rows, made.main, made.sum):
+        assert launch._grid[1:] == (1, 1)
