@@ -1,8 +1,8 @@
 """Compile one kernel for an NVIDIA architecture that need not be present, and report what came out.
 
 Shared by ``aot_table.py`` and the tests. :func:`compiled` runs this file as a program, one compile a process: a compile
-for an architecture that the source does not fit can abort. Its input on stdin is a pickled :class:`Request`,
-:class:`GluonRequest` or :class:`GluonBackwardRequest`, its output JSON.
+for an architecture that the source does not fit can abort. Its input on stdin is a pickled :class:`Request` or
+:class:`GluonRequest`, its output JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CompileError(Exception):
     """A compiler gave up; the message ends with the last lines that it printed."""
 
 
-def compiled(asked: Request | GluonRequest | GluonBackwardRequest, timeout: float = 250) -> dict[str, Any]:
+def compiled(asked: Request | GluonRequest, timeout: float = 250) -> dict[str, Any]:
     """What :func:`report` says of a kernel, compiled in a process of its own; raises CompileError where that fails."""
     command = [sys.executable, "-m", "benchmarks._aot"]
     try:
@@ -86,7 +86,7 @@ def compiled(asked: Request | GluonRequest | GluonBackwardRequest, timeout: floa
     return json.loads(done.stdout)
 
 
-def forked(asked: Request | GluonRequest | GluonBackwardRequest) -> dict[str, Any]:
+def forked(asked: Request | GluonRequest) -> dict[str, Any]:
     """As :func:`compiled`, in a copy of this process, which saves imports. Not for a process with threads."""
     import triton.compiler  # noqa: F401
 
@@ -114,44 +114,25 @@ def forked(asked: Request | GluonRequest | GluonBackwardRequest) -> dict[str, An
 
 @dataclass(frozen=True)
 class GluonRequest:
-    """The Gluon forward for sm_90: padded head dims, its configuration and what the program has."""
+    """A Gluon kernel for sm_90, the forward or, by its configuration, the backward: padded head dims, what the program has."""
 
     qk_dim: int
     v_dim: int
-    config: GluonConfig
+    config: GluonConfig | BackwardConfig
     even: bool = True
     has_low: bool = False
     has_high: bool = False
     softcap: bool = False
 
 
-def compile_gluon_backward(request: GluonBackwardRequest) -> dict[str, Any]:
+def compile_gluon(request: GluonRequest) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from fa_inductor.templates.sm90.gluon_backward import flash_backward
-    from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
-
-    def descriptor(element: str, *block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
-        return f"tensordesc<{element}{list(block)},{layout!r}>"
-
-    c = request.config
-    kernel = flash_backward_wide if c.wide else flash_backward
-    d, dv = c.width(request.qk_dim), c.width(request.v_dim)
-    keys = {name: descriptor("bf16", 1, 1, 64, dim) for name, dim in (("k", d), ("v", dv), ("dk", d), ("dv", dv))}
-    signature = {
-        **{f"{name}_desc": text for name, text in keys.items()},
-        "q_desc": descriptor("bf16", 1, 1, c.rows, d), "do_desc": descriptor("bf16", 1, 1, c.rows, dv),
-        "lse_desc": descriptor("fp32", 1, c.rows), "delta_desc": descriptor("fp32", 1, c.rows),
-        "dq_desc": descriptor("fp32", 1, 1, 64, c.dq_columns(request.qk_dim)), "scale": "fp32", "cap": "fp32", "factor": "fp32",
-    }  # fmt: skip
-    constants = {
-        **c.constants(), "EVEN": request.even, "SKIP": True, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high,
-        "SOFTCAP": request.softcap,
-    }  # fmt: skip
+    described = _gluon_backward if isinstance(request.config, BackwardConfig) else _gluon_forward
+    kernel, signature, constants = described(request, request.config)
+    constants.update(EVEN=request.even, HAS_LOW=request.has_low, HAS_HIGH=request.has_high, SOFTCAP=request.softcap)
     names = kernel.arg_names
     types = {n: "constexpr" if n in constants else signature.get(n, "i32") for n in names}
     source = GluonASTSource(
@@ -159,6 +140,40 @@ def compile_gluon_backward(request: GluonBackwardRequest) -> dict[str, Any]:
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     return {**report(compiled), "assembler": assembler_says(compiled.asm["ptx"])}
+
+
+def _descriptor(element: str, *block: int) -> str:
+    """The type of a descriptor of bf16 or fp32 tiles."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
+    return f"tensordesc<{element}{list(block)},{layout!r}>"
+
+
+def _gluon_forward(request: GluonRequest, c: GluonConfig) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """(kernel, types of the arguments that are no i32, constants)."""
+    from fa_inductor.templates.sm90 import launch
+    from fa_inductor.templates.sm90.gluon_forward import flash_forward
+
+    d, dv = request.qk_dim, request.v_dim
+    tiles = {"q": (64, d), "k": (c.keys, d), "v": (c.keys, dv), "o": (64, dv)}
+    signature = {f"{name}_desc": _descriptor("bf16", 1, 1, *tile) for name, tile in tiles.items()}
+    signature |= {"lse": "*fp32", "counter": "*i32", "scale": "fp32", "cap": "fp32"}
+    return flash_forward, signature, {**launch.constants(c, d, dv), "DEAD_ZERO": False}
+
+
+def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """As :func:`_gluon_forward`."""
+    from fa_inductor.templates.sm90.gluon_backward import flash_backward
+    from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
+
+    d, dv = c.width(request.qk_dim), c.width(request.v_dim)
+    tiles = {"q": (c.rows, d), "do": (c.rows, dv), "k": (64, d), "v": (64, dv), "dk": (64, d), "dv": (64, dv)}
+    signature = {f"{name}_desc": _descriptor("bf16", 1, 1, *tile) for name, tile in tiles.items()}
+    signature |= {name: _descriptor("fp32", 1, c.rows) for name in ("lse_desc", "delta_desc")}
+    signature["dq_desc"] = _descriptor("fp32", 1, 1, 64, c.dq_columns(request.qk_dim))
+    signature |= {"scale": "fp32", "cap": "fp32", "factor": "fp32"}
+    return flash_backward_wide if c.wide else flash_backward, signature, {**c.constants(), "SKIP": True}
 
 
 def assembler_says(ptx: str) -> str:
@@ -173,39 +188,6 @@ def assembler_says(ptx: str) -> str:
         command = [tool, "-v", "--gpu-name=sm_90a", path, "-o", os.path.join(folder, "kernel.cubin")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
-
-
-def compile_gluon(request: GluonRequest) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from fa_inductor.templates.sm90 import launch
-    from fa_inductor.templates.sm90.gluon_forward import flash_forward
-
-    def descriptor(rows: int, dim: int) -> str:
-        block = [1, 1, rows, dim]
-        return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
-
-    c, keys = request.config, request.config.keys
-    signature = {
-        "q_desc": descriptor(64, request.qk_dim), "k_desc": descriptor(keys, request.qk_dim),
-        "v_desc": descriptor(keys, request.v_dim), "o_desc": descriptor(64, request.v_dim),
-        "lse": "*fp32", "counter": "*i32", "scale": "fp32", "cap": "fp32",
-    }  # fmt: skip
-    constants = {
-        **launch.constants(c, request.qk_dim, request.v_dim),
-        "EVEN": request.even, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high, "SOFTCAP": request.softcap,
-        "DEAD_ZERO": False,
-    }  # fmt: skip
-    names = flash_forward.arg_names
-    types = {n: "constexpr" if n in constants else signature.get(n, "i32") for n in names}
-    source = GluonASTSource(
-        fn=flash_forward, signature=types, constexprs={(names.index(n),): x for n, x in constants.items()}, attrs={}
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return report(compiled)
 
 
 def compile_kernel(request: Request) -> dict[str, Any]:
@@ -239,19 +221,6 @@ def compile_kernel(request: Request) -> dict[str, Any]:
     return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
 
 
-@dataclass(frozen=True)
-class GluonBackwardRequest:
-    """The Gluon backward for sm_90, described as the forward is."""
-
-    qk_dim: int
-    v_dim: int
-    config: BackwardConfig
-    even: bool = True
-    has_low: bool = False
-    has_high: bool = False
-    softcap: bool = False
-
-
 def report(compiled: Any) -> dict[str, Any]:
     """Shared and tensor memory, registers, stack and instruction counts of a compiled kernel."""
     import triton
@@ -275,7 +244,7 @@ def report(compiled: Any) -> dict[str, Any]:
 
 #: By name: what was pickled names the module by its import path, not as __main__.
 BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "Request": compile_kernel, "GluonRequest": compile_gluon, "GluonBackwardRequest": compile_gluon_backward
+    "Request": compile_kernel, "GluonRequest": compile_gluon
 }  # fmt: skip
 
 

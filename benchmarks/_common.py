@@ -14,6 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+def arguments() -> list[str]:
+    """The command line's arguments as results record them: of a path of this machine its name alone."""
+
+    def shown(text: str) -> str:
+        option, equals, value = text.rpartition("=")
+        return option + equals + (os.path.basename(value) if os.path.isabs(value) else value)
+
+    return [shown(x) for x in sys.argv[1:]]
+
+
 def environment() -> dict[str, Any]:
     """Versions, CPU model and thread settings, saved beside every set of numbers."""
     import torch

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -121,7 +120,7 @@ def compile_case(
     case: Case, config: TileConfig | None = None, compiled: Callable[[Any], dict[str, Any]] = _aot.compiled
 ) -> dict[str, Any]:
     """The row of a case, without ``fits``; ``config`` other than the default for a general kernel."""
-    asked: _aot.Request | _aot.GluonRequest | _aot.GluonBackwardRequest
+    asked: _aot.Request | _aot.GluonRequest
     has_high = case.mask == "causal"
     if case.kernel == "general":
         problem = Problem(case.dim, case.dim, 1, tma=templates_of(case.arch) >= 90)
@@ -131,7 +130,7 @@ def compile_case(
         asked = _aot.GluonRequest(case.dim, case.dim, launch.CONFIGS[case.dim], even=False, has_high=has_high)
     else:
         backward = backward_launch.CONFIGS[case.dim]
-        asked = _aot.GluonBackwardRequest(case.dim, case.dim, backward, even=False, has_high=has_high)
+        asked = _aot.GluonRequest(case.dim, case.dim, backward, even=False, has_high=has_high)
     row: dict[str, Any] = {**asdict(case), "config": described(case, config), "source": source(case, config)}
     row["shared_limit"] = _aot.SHARED_LIMIT[case.arch]
     try:
@@ -281,7 +280,7 @@ def main() -> None:
         return
     import triton
 
-    command = " ".join(["python -m benchmarks.aot_table", *sys.argv[1:]]).replace(" --resume", "")
+    command = " ".join(["python -m benchmarks.aot_table", *_common.arguments()]).replace(" --resume", "")
     payload = {"triton": triton.__version__, "command": command, "programs": PROGRAMS, "dtype": "bfloat16", "rows": []}
     done: dict[Any, dict[str, Any]] = {}
     if args.resume and Path(args.out).exists():

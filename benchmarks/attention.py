@@ -13,7 +13,6 @@ float32 code first. One process a case: all compile first, ``--jobs`` at a time,
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,7 +311,7 @@ def main() -> None:
 
     device = torch.cuda.get_device_name()
     peak = next((p for n, p in PEAK.items() if n in device), None)
-    command = " ".join(["python -m benchmarks.attention", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.attention", *_common.arguments()])
     results: list[dict[str, Any]] = []
 
     def done(i: int, rows: Any) -> None:

@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
                         }
                         rows.append(worker(job, options.timeout))
                         _common.save(
-                            options.json, {"environment": _common.environment(), "command": sys.argv[1:], "rows": rows}
+                            options.json, {"environment": _common.environment(), "command": _common.arguments(), "rows": rows}
                         )
                         row = rows[-1]
                         print(

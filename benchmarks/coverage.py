@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows += [
             row for row in json.loads(Path(options.reuse).read_text())["rows"] if (row["model"], row["side"]) not in ran
         ]
-    _common.save(options.json, {"environment": _common.environment(), "command": sys.argv[1:], "rows": rows})
+    _common.save(options.json, {"environment": _common.environment(), "command": _common.arguments(), "rows": rows})
     print(summary(rows))
     return 0
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +107,7 @@ def main() -> None:
     payload = {
         "device": torch.cuda.get_device_name(),
         "environment": _common.environment(),
-        "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.memory", *_common.arguments()]),
         "results": results,
         "fit": fits,
         "share_of_eager": shares,

@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
                     }
                     rows.append(measure(job, options))
                     print(one_line(rows[-1]), flush=True)
-                    payload = {"environment": _common.environment(), "command": sys.argv[1:], "rows": rows}
+                    payload = {"environment": _common.environment(), "command": _common.arguments(), "rows": rows}
                     _common.save(options.json, payload)
     print(summary(rows))
     if options.plot:

@@ -418,7 +418,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         jobs, rows = jobs_of(options), []
         device = device_name(options.device)
-        commands_run = [" ".join(["python -m benchmarks.models_gpu", *sys.argv[1:]])]
+        commands_run = [" ".join(["python -m benchmarks.models_gpu", *_common.arguments()])]
         if options.reuse:
             earlier = json.loads(Path(options.reuse).read_text())
             commands_run = [*earlier["commands"], *commands_run]

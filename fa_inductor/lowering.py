@@ -25,7 +25,7 @@ from fa_inductor.lowering_operands import Operands, hint, number, problem_of, re
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
-from fa_inductor.templates.rendering import KernelSource, Problem
+from fa_inductor.templates.rendering import KernelSource, Problem, dense_strides
 
 log = logging.getLogger(__name__)
 
@@ -233,14 +233,6 @@ def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> s
     return ""
 
 
-def _strides(size: Sequence[Any], layout: str) -> list[Any]:
-    """Strides of a dense [B, H, L, D] stored in the order that ``layout`` names."""
-    _, h, length, d = size
-    if layout == "bmhd":
-        return [length * h * d, d, h * d, 1]
-    return [h * length * d, length * d, d, 1]
-
-
 def _layout(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: Any = None) -> Any:
     from torch._inductor import ir
 
@@ -299,7 +291,7 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
         "forward",
         lambda config: forward_kernel(spec, problem, config),
         {**o.named(), "LSE": lse},
-        _layout(o.q, out_size, _strides(out_size, spec.layout)),
+        _layout(o.q, out_size, dense_strides(out_size, spec.layout)),
         grid,
         o.sizes,
     )
@@ -390,7 +382,7 @@ def _backward_kernels(
 
     def dense(like: Any) -> tuple[list[Any], list[Any]]:
         size = list(like.get_size())
-        return size, _strides(size, spec.layout)
+        return size, dense_strides(size, spec.layout)
 
     empty = _empty(o.q, [0], None)
     result: list[Any] = [empty] * len(needs_grad)

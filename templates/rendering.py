@@ -10,6 +10,7 @@ compiled without Inductor.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -148,3 +149,11 @@ def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
     for i, wide in enumerate(problem.wide_sizes):
         constants[f"SIZE{i}_DTYPE"] = "tl.int64" if wide else "tl.int32"
     return constants
+
+
+def dense_strides(size: Sequence[Any], layout: str) -> list[Any]:
+    """Strides of a dense [B, H, L, D], numbers or symbols, stored in the order that ``layout`` names."""
+    _, h, length, d = size
+    if layout == "bmhd":
+        return [length * h * d, d, h * d, 1]
+    return [h * length * d, length * d, d, 1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.rendering import dense_strides
 from fa_inductor.templates.sm90.form import form_of, padded
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 
@@ -101,7 +102,7 @@ class Backward:
         hkv, n, dv = k.shape[1], k.shape[2], v.shape[3]
         d_pad, v_pad = padded(d), padded(dv)
         self.device, self.device_index, self.dtype = q.device, q.get_device(), q.dtype
-        self.sizes = [(t.shape, _strides(t.shape, layout)) for t in (q, k, v)]
+        self.sizes = [(t.shape, dense_strides(t.shape, layout)) for t in (q, k, v)]
         padded_len = -(-m // _MOST_ROWS) * _MOST_ROWS
         self.statistics = (2, b * hq, padded_len)
         dq_sum, dk, dv_ = (
@@ -166,12 +167,6 @@ class Backward:
         self.main(self.device_index, *descriptors, *self.numbers)
         self.sum(self.device_index, dq_sum, dq, *self.sum_numbers)
         return dq, dk, dv
-
-
-def _strides(size: Sequence[int], layout: str) -> tuple[int, int, int, int]:
-    """Strides of a dense [B, H, L, D] stored in the order that ``layout`` names."""
-    _, h, length, d = size
-    return (length * h * d, d, h * d, 1) if layout == "bmhd" else (h * length * d, length * d, d, 1)
 
 
 def backward(

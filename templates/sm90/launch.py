@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.rendering import dense_strides
 from fa_inductor.templates.sm90.form import form_of, padded
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 
@@ -107,7 +108,7 @@ class Forward:
         d_pad, v_pad = padded(d), padded(dv)
         self.device, self.device_index, self.dtype = q.device, q.get_device(), q.dtype
         self.out_size, self.lse_size = (b, hq, m, dv), (b, hq, m)
-        self.out_stride = (m * hq * dv, dv, hq * dv, 1) if layout == "bmhd" else (hq * m * dv, m * dv, dv, 1)
+        self.out_stride = dense_strides(self.out_size, layout)
         out = torch.empty_strided(self.out_size, self.out_stride, dtype=q.dtype, device="meta")
         self.forms = [
             DescriptorForm(q, CONSUMER_ROWS, d_pad),

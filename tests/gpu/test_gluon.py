@@ -76,19 +76,24 @@ def test_values(name: str, dims: tuple[int, int]) -> None:
         check(f"attention({PROGRAMS[name]}{layout})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [100])
 
 
+def random_band() -> tuple[str, tuple[int, ...]]:
+    """A program with a random band, and a shape to run it on."""
+    group, hkv = random.choice([1, 2, 3, 8]), random.choice([1, 2, 5])
+    shape = (random.choice([1, 3]), group * hkv, hkv, random.randint(1, 700), random.randint(1, 900))
+    low, high = random.randint(-900, 300), random.randint(-300, 900)
+    parts = {f"(kv_idx >= q_idx + {low})": random.random() < 0.6, f"(kv_idx <= q_idx + {high})": random.random() < 0.6}
+    keep = " & ".join(p for p, used in parts.items() if used)
+    score = f"where({keep}, score * 0.1, -inf)" if keep else "score * 0.1"
+    return f"attention(score={score}, dead_rows={random.choice(['nan', 'zero'])!r})", shape
+
+
 def test_random_bands() -> None:
     """Shapes, groups, offsets and windows at random: no wrong value, no NaN, no hang."""
     random.seed(0)
     torch.manual_seed(0)
     for _ in range(200):
-        group, hkv = random.choice([1, 2, 3, 8]), random.choice([1, 2, 5])
-        shape = (random.choice([1, 3]), group * hkv, hkv, random.randint(1, 700), random.randint(1, 900))
-        low, high = random.randint(-900, 300), random.randint(-300, 900)
-        parts = {f"(kv_idx >= q_idx + {low})": random.random() < 0.6, f"(kv_idx <= q_idx + {high})": random.random() < 0.6}
-        keep = " & ".join(p for p, used in parts.items() if used)
-        score = f"where({keep}, score * 0.1, -inf)" if keep else "score * 0.1"
-        dead = random.choice(["nan", "zero"])
-        check(f"attention(score={score}, dead_rows={dead!r})", shape, (128, 128), torch.bfloat16, [])
+        program, shape = random_band()
+        check(program, shape, (128, 128), torch.bfloat16, [])
 
 
 def attend(mask: Callable[[int, int], Tensor] | None, fill: float = -math.inf) -> Callable[..., Tensor]:

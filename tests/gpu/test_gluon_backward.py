@@ -17,7 +17,7 @@ from fa_inductor.backend import fa_inductor
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
 from fa_inductor.templates.sm90 import backward_launch, form
-from tests.gpu.test_gluon import PROGRAMS, SHAPES
+from tests.gpu.test_gluon import PROGRAMS, SHAPES, attend, causal, random_band
 
 pytestmark = pytest.mark.gpu
 
@@ -73,15 +73,9 @@ def test_random_bands() -> None:
     random.seed(1)
     torch.manual_seed(1)
     for _ in range(150):
-        group, hkv = random.choice([1, 2, 3, 8]), random.choice([1, 2, 5])
-        shape = (random.choice([1, 3]), group * hkv, hkv, random.randint(1, 700), random.randint(1, 900))
-        low, high = random.randint(-900, 300), random.randint(-300, 900)
-        parts = {f"(kv_idx >= q_idx + {low})": random.random() < 0.6, f"(kv_idx <= q_idx + {high})": random.random() < 0.6}
-        keep = " & ".join(p for p, used in parts.items() if used)
-        score = f"where({keep}, score * 0.1, -inf)" if keep else "score * 0.1"
-        dead = random.choice(["nan", "zero"])
+        program, shape = random_band()
         dim = random.choice([64, 128, 256])
-        check(f"attention(score={score}, dead_rows={dead!r})", shape, (dim, dim), torch.bfloat16, [])
+        check(program, shape, (dim, dim), torch.bfloat16, [])
 
 
 def test_keys_and_values_repeat_bit_for_bit() -> None:
@@ -95,21 +89,6 @@ def test_keys_and_values_repeat_bit_for_bit() -> None:
     assert torch.equal(first[1], second[1])
     assert torch.equal(first[2], second[2])
     torch.testing.assert_close(first[0], second[0], atol=2e-2, rtol=2e-2)
-
-
-def attend(mask: Callable[[int, int], Tensor] | None) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        s = q @ k.transpose(-1, -2) * 0.1
-        if mask is not None:
-            s = s.masked_fill(~mask(q.shape[2], k.shape[2]), -math.inf)
-        return s.softmax(-1) @ v
-
-    return run
-
-
-def causal(m: int, n: int) -> Tensor:
-    return torch.arange(m, device="cuda")[:, None] >= torch.arange(n, device="cuda")[None, :]
 
 
 def grads(function: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks._aot import SHARED_LIMIT, GluonBackwardRequest, GluonRequest, compiled, render, request
+from benchmarks._aot import SHARED_LIMIT, GluonRequest, compiled, render, request
 from fa_inductor._compat import triton_version, version_tuple
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import tiles
@@ -147,7 +147,7 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
 )
 def test_gluon_backward(dims: tuple[int, int], options: dict[str, bool], stack: int) -> None:
     configs = backward_launch.SOFTCAP_CONFIGS if options.get("softcap") else backward_launch.CONFIGS
-    found = compiled(GluonBackwardRequest(*dims, configs[dims[0]], **options))
+    found = compiled(GluonRequest(*dims, configs[dims[0]], **options))
     assert found["shared"] <= SHARED_LIMIT[90]
     assert found["instructions"]["wgmma"] > 0
     assert found["instructions"]["bulk_load"] > 0
