@@ -26,6 +26,7 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem, dense_strides
+from fa_inductor.templates.splits import merge, split_count, unit_of
 
 log = logging.getLogger(__name__)
 
@@ -255,6 +256,7 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
 
 def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
     import torch
+    from torch._inductor.lowering import to_dtype
 
     from fa_inductor import ops
     from fa_inductor.templates.forward import forward_kernel, packs_heads
@@ -279,24 +281,59 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
         return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
     arch = select.architecture(request.capability)
     assert arch is not None
+    candidates = _candidates(arch, o, problem, "forward")
+    splits = _splits(o, problem, candidates[0])
     out_size = [batch, heads, rows, o.v.get_size()[3]]
-    lse = _empty(o.q, [batch, heads, rows], None, torch.float32)
+    layout = _layout(o.q, out_size, dense_strides(out_size, spec.layout))
+    lse_size = out_size[:-1]
+    if splits > 1:
+        size = [splits, *out_size]
+        layout, lse_size = _layout(o.q, size, None, torch.float32), [2, splits, *lse_size]
+    lse = _empty(o.q, lse_size, None, torch.float32)
 
     def grid(config: configs.TileConfig) -> tuple[Any, Any, str]:
         if packs_heads(problem, config):
-            return rows * problem.group, batch * kv_heads, "BLOCK_M"
-        return rows, batch * heads, "BLOCK_M"
+            return rows * problem.group, batch * kv_heads * splits, "BLOCK_M"
+        return rows, batch * heads * splits, "BLOCK_M"
 
     call = _Call(
-        "forward",
-        lambda config: forward_kernel(spec, problem, config),
-        {**o.named(), "LSE": lse},
-        _layout(o.q, out_size, dense_strides(out_size, spec.layout)),
-        grid,
-        o.sizes,
+        "forward", lambda config: forward_kernel(spec, problem, config), {**o.named(), "LSE": lse}, layout, grid, o.sizes
     )
-    out = _select(call, _candidates(arch, o, problem, "forward"))
-    return _fallback(ops.flash_attention, args, "no configuration compiles") if out is None else (out, lse)
+    out = _select(call, [replace(c, splits=splits) for c in candidates])
+    if out is None:
+        return _fallback(ops.flash_attention, args, "no configuration compiles")
+    if splits == 1:
+        return out, lse
+    unit = unit_of(Program.of(spec, problem))
+    merged, lse = merge(out, lse, out.get_size(), unit, spec.dead_rows == "zero", _Lowerings())
+    return to_dtype(merged, o.q.get_dtype()), lse
+
+
+class _Lowerings:
+    """Inductor's lowerings under the names of the ATen functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+        from torch._inductor.lowering import lowerings
+
+        return lowerings[getattr(torch.ops.aten, name)]
+
+
+def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
+    """Programs that share the keys of a tile of queries; from the sizes at hand where they are run-time sizes."""
+    import torch
+
+    from fa_inductor.templates.forward import packs_heads
+
+    batch, heads, kv_heads, rows, cols = o.extents
+    numbers = [hint(x) for x in (batch, heads, kv_heads, rows, cols)]
+    if None in numbers:
+        return 1
+    batch, heads, kv_heads, rows, cols = numbers
+    pack = packs_heads(problem, config)
+    tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
+    processors = torch.cuda.get_device_properties(o.q.get_device()).multi_processor_count
+    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors)
 
 
 def _lower_backward(

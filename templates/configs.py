@@ -19,6 +19,7 @@ class TileConfig:
         num_warps, num_stages: Triton launch options.
         section: heads that run side by side.
         tma: load through tensor descriptors where the problem allows it.
+        splits: programs that share the keys of a tile of queries (forward; :mod:`fa_inductor.templates.splits`).
     """
 
     block_m: int
@@ -27,6 +28,7 @@ class TileConfig:
     num_stages: int
     section: int = 8
     tma: bool = False
+    splits: int = 1
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -180,9 +182,31 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
         found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":
         found = tuple(replace(c, tma=False, num_stages=1) for c in found)
-    if which == "forward" and use.rows is not None and use.rows <= 64 and use.element == 2:
-        found = tuple(_short(c, use.rows) for c in found)
+    if which == "forward" and use.rows is not None and use.rows <= FEW_ROWS and use.element == 2:
+        short = tuple(_short(c, use.rows) for c in found)
+        found = (few, *short) if (few := few_rows(use)) else short
     return list(dict.fromkeys(found))
+
+
+#: Most queries, over the heads of a group, for which a tile is made for streaming K and V past it.
+FEW_ROWS = 64
+
+
+def few_rows(use: Use) -> TileConfig | None:
+    """The tile for a decoding step: reading K and V is all there is to do, and narrow tiles keep most of it in flight.
+
+    None where so many queries of so many elements do not fit.
+
+    GB/s of K and V on an H200 (torch 2.11, triton 3.6), GQA 32:8, D128, the kernel alone; of tiles with 32 keys and 2 warps:
+    16 x 8192 keys 3981, 1 x 65536 keys 3573, 16 x 32768 keys 4368, and with 8 queries 8 x 8192 keys 3469. A copy: 4251.
+    """
+    assert use.rows is not None
+    block_m, dim = max(16, 1 << (use.rows - 1).bit_length()), max(64, use.qk_pad, use.v_pad)
+    if block_m * dim > 64 * 128:
+        return None  # The accumulator and a share of the keys for each program would spill.
+    # As few warps as hold the tile in registers.
+    num_warps = max(2, block_m * dim // (1024 if dim > 128 or block_m > 32 else 2048))
+    return TileConfig(block_m, 16 if dim > 256 else 32, num_warps, 3 if dim <= 128 else 2)
 
 
 def _short(config: TileConfig, rows: int) -> TileConfig:

@@ -21,6 +21,7 @@ from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.splits import merge, unit_of
 from fa_inductor.templates.tiles import SUMMARY, choose, summarised_slots
 
 _INT32 = 2**31 - 1
@@ -114,12 +115,18 @@ def forward(
     kernel = forward_kernel(spec, problem, configs.forward)
     batch, heads, rows, _ = q.shape
     out = _empty(q, (batch, heads, rows, v.shape[3]), spec.layout)
-    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    splits = configs.forward.splits
+    written = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
+    lse = q.new_empty((2, *written.shape[:-1]) if splits > 1 else out.shape[:-1], dtype=torch.float32)
     pack = packs_heads(problem, configs.forward)
     tiles = -(-(rows * problem.group if pack else rows) // configs.forward.block_m)
-    grid = tiles * batch * (k.shape[1] if pack else heads)
+    grid = tiles * batch * (k.shape[1] if pack else heads) * splits
     tensors = {"Q": q, "K": k, "V": v, "LSE": lse, **named(captures, spec, problem)}
-    standalone.launch(kernel, grid, tensors, out, sizes, **options)
+    standalone.launch(kernel, grid, tensors, written, sizes, **options)
+    if splits > 1:
+        unit = unit_of(Program.of(spec, problem))
+        merged, lse = merge(written, lse, written.shape, unit, spec.dead_rows == "zero", torch.ops.aten)
+        out.copy_(merged)
     return out, lse
 
 

@@ -88,6 +88,7 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "checked_dims": checked_dims([*rows.lines, *through.lines, *body.lines, *schedule.lines], captures),
         "sizes": used_sizes(spec.expressions),
         "pack": pack,
+        "split": config.splits > 1,
         "shares_batches": program.shares_batches,
         "tma": config.tma and problem.tma,
         "qk_even": is_even(problem.qk_dim),
@@ -112,13 +113,14 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "DROPOUT": spec.dropout_p,
         "KEEP_SCALE": 1.0 / (1.0 - spec.dropout_p),
         "PACK": pack,
+        "SPLITS": config.splits,
     }
     return KernelSource(
         name=f"fa_forward_{digest}",
         text=text,
         arguments=arguments,
         outputs=("LSE",),
-        output_rank=4,
+        output_rank=5 if config.splits > 1 else 4,
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,44 @@ def test_dynamic_lengths_do_not_recompile() -> None:
             out = compiled(o.q, o.k, o.v)
         close(out, families.eager(o, family.spec(), ())[0], families.truth(o, family)[0], torch.bfloat16)
     assert counter.frame_count == 1
+
+
+DECODE = Family(
+    "decode",
+    "attention(score=where(kv_idx < i0[b], score * 0.125, -inf), sinks=[f1[h]])",
+    (3, 8, 2, 2, 3000, 64, 64),
+    lambda shape, g: [torch.tensor([3000, 700, 1]), torch.randn(shape[1], generator=g)],
+)
+
+
+@pytest.mark.parametrize("name", ["decode", "dead", "bias", "long"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_few_queries_share_the_keys(name: str, dynamic: bool) -> None:
+    """A decoding step: several programs a tile, merged afterwards; gradients from what is merged."""
+    family = {
+        "decode": DECODE,
+        "dead": replace(DECODE, program="attention(score=where(kv_idx < i0[b] - 1, score * 0.125, -inf), dead_rows='zero')",
+                        captures=lambda shape, g: [torch.tensor([3000, 700, 1])]),
+        "bias": replace(DECODE, program="attention(score=score * 0.125 + f0[h, q_idx, kv_idx])",
+                        captures=families.normal("h", "m", "n")),
+        "long": Family("long", CAUSAL, (1, 2, 1, 130, 5000, 64, 128)),
+    }[name]  # fmt: skip
+    o = families.draw(family, torch.bfloat16, "cuda")
+    leaves = [t.detach().requires_grad_(need) for t, need in zip([o.q, o.k, o.v, *o.captures], o.needs_grad, strict=True)]
+    if dynamic:
+        torch._dynamo.mark_dynamic(leaves[1], 2)
+        torch._dynamo.mark_dynamic(leaves[2], 2)
+    compiled = torch.compile(lambda q, k, v, *c: attention(q, k, v, c, family))
+    out, sources = run_and_get_code(compiled, *leaves)
+    assert "SPLITS : tl.constexpr = " in sources[0]
+    assert "SPLITS : tl.constexpr = 1\n" not in sources[0]
+    grads = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], o.grad_out))
+    true_out, _, true_grads = families.truth(o, family)
+    eager_out, eager_grads = families.eager(o, family.spec(), family.sizes)
+    close(out, eager_out, true_out, torch.bfloat16)
+    for leaf, eager, true in zip(leaves, eager_grads, true_grads, strict=True):
+        if leaf.requires_grad:
+            close(next(grads), eager, true, torch.bfloat16)
 
 
 def test_max_autotune_and_cuda_graphs() -> None:

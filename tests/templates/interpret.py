@@ -1,7 +1,7 @@
 """Run families through the kernels in Triton's interpreter and print their errors as JSON, one line a family.
 
 A program of its own because TRITON_INTERPRET must be set before triton is first imported.
-Arguments: dtype, then family names.
+Arguments: dtype, programs that share a tile's keys in the forward, then family names. With shared keys only the forward runs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from fa_inductor.templates.configs import TileConfig  # noqa: E402
 from tests.templates import families  # noqa: E402
 
 
-def run(name: str, dtype: torch.dtype) -> dict[str, float]:
+def run(name: str, dtype: torch.dtype, splits: int) -> dict[str, float]:
     family = families.BY_NAME[name]
     spec, sizes = family.spec(), family.sizes
     o = families.draw(family, dtype, "cpu")
+    if splits > 1:
+        only = TileConfig(32, 16, 4, 1, splits=splits)
+        out, lse = direct.forward(o.q, o.k, o.v, o.captures, sizes, spec, direct.Configs(only, only, only, only))
+        true_out, true_lse, _ = families.truth(o, family)
+        return {"out": families.error(out, true_out), "lse": families.error(lse, true_lse.float())}
     tile = TileConfig(32, 16, 4, 1)
     configs = direct.Configs(tile, TileConfig(16, 32, 4, 1), tile, tile)
     out, lse = direct.forward(o.q, o.k, o.v, o.captures, sizes, spec, configs)
@@ -40,5 +45,6 @@ def run(name: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    for family_name in sys.argv[2:]:
-        print(json.dumps({"name": family_name, "errors": run(family_name, getattr(torch, sys.argv[1]))}), flush=True)
+    for family_name in sys.argv[3:]:
+        errors = run(family_name, getattr(torch, sys.argv[1]), int(sys.argv[2]))
+        print(json.dumps({"name": family_name, "errors": errors}), flush=True)

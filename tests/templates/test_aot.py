@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks._aot import SHARED_LIMIT, GluonRequest, compiled, render, reques
 from fa_inductor._compat import triton_version, version_tuple
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import tiles
-from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.configs import TileConfig, Use, candidates, few_rows
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
@@ -64,6 +65,23 @@ def test_default_configuration(which: str, arch: int, dim: int) -> None:
     check(arch, report, config)
     assert report["local"] == 0
     assert report["stack"] <= MEASURED_SPILLS.get((which, arch, dim), 0)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("arch", "rows", "dim"), [(80, 4, 128), (80, 64, 128), (90, 16, 64), (90, 32, 256), (90, 64, 64), (100, 8, 128)]
+)
+def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
+    """The tile of a decoding step, its keys shared out or not."""
+    use = Use(arch=arch, element=2, qk_pad=dim, v_pad=dim, rows=rows)
+    config = few_rows(use)
+    assert config is not None
+    assert candidates(use, "forward")[0] == config
+    config = replace(config, splits=splits)
+    program = "attention(score=where(kv_idx <= q_idx + (kv_len - q_len), score * 0.088, -inf))"
+    report = compile_for(arch, render(program, Problem(dim, dim, group=4, rows=rows // 4), "forward", config))
+    check(arch, report, config)
+    assert report["stack"] == report["local"] == 0
 
 
 @pytest.mark.parametrize("which", ["forward", "dkdv", "dq", "rows"])

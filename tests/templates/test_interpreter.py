@@ -25,9 +25,18 @@ _GROUPS = 6
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_families(dtype: str, group: int) -> None:
     names = [f.name for f in FAMILIES][group::_GROUPS]
-    if dtype == "float16":
-        names = names[::3]
-    command = [sys.executable, "-m", "tests.templates.interpret", dtype, *names]
+    check(names[::3] if dtype == "float16" else names, dtype, 1)
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+def test_keys_are_split(splits: int) -> None:
+    """With five parts some have no key at all."""
+    names = [f.name for f in FAMILIES]
+    check(names[splits % 2 :: 2], "float32", splits)
+
+
+def check(names: list[str], dtype: str, splits: int) -> None:
+    command = [sys.executable, "-m", "tests.templates.interpret", dtype, str(splits), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa_inductor import lowering, ops, reference
-from fa_inductor.templates import direct
+from fa_inductor.templates import direct, splits
 from fa_inductor.templates.tiles import SUMMARY
 from tests.templates import families
 
@@ -65,3 +65,49 @@ def test_summary(n: int, dtype: torch.dtype, dynamic: bool) -> None:
     x = torch.randint(0, 2 if dtype == torch.bool else 2**40, (3, n)).to(dtype)
     got = torch.compile(lambda x: summary(x), dynamic=dynamic)(x)
     torch.testing.assert_close(got, summary(x))
+
+
+@torch.library.custom_op("fa_inductor_test::merge", mutates_args=())
+def merged(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool) -> list[torch.Tensor]:
+    return list(splits.merge(parts, stats, parts.shape, splits.LN2, dead_zero, torch.ops.aten))
+
+
+@merged.register_fake
+def _(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool) -> list[torch.Tensor]:
+    return [parts.new_empty(parts.shape[1:]), stats.new_empty(stats.shape[2:])]
+
+
+@pytest.mark.parametrize("dead_zero", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_parts_are_merged(dynamic: bool, dead_zero: bool) -> None:
+    """By Inductor's lowerings as by ATen: parts without a key, rows without any, and NaN that stays."""
+    from torch._inductor.lowering import register_lowering
+
+    def lower(parts: Any, stats: Any, dead_zero: bool) -> list[Any]:
+        shape = parts.get_size()
+        return list(splits.merge(parts, stats, shape, splits.LN2, dead_zero, lowering._Lowerings()))
+
+    register_lowering(torch.ops.fa_inductor_test.merge, type_promotion_kind=None)(lower)
+    torch.manual_seed(0)
+    logits, values = torch.randn(3, 2, 4, 5, 20) * 30, torch.randn(3, 2, 4, 20, 8)
+    logits[1], logits[:, 1, 2, 3], logits[2, 0, 0, 0, 0] = -torch.inf, -torch.inf, torch.nan
+    top = logits.amax(-1)
+    p = torch.exp2(logits - top.clamp_min(-1e30)[..., None])
+    sums = p.sum(-1)
+    parts = (p @ values) / torch.where(sums == 0, 1.0, sums)[..., None]
+    got = torch.compile(lambda *x: merged(*x, dead_zero), dynamic=dynamic)(parts, torch.stack([top, sums]))
+    whole = logits.permute(1, 2, 3, 0, 4).flatten(3) * splits.LN2
+    want = whole.softmax(-1) @ values.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    if dead_zero:
+        want[1, 2, 3] = 0.0
+    torch.testing.assert_close(got[0], want, equal_nan=True)
+    torch.testing.assert_close(got[1], whole.logsumexp(-1), equal_nan=True)
+
+
+def test_split_count() -> None:
+    assert splits.split_count(128, 8192, 132) == 2
+    assert splits.split_count(8, 65536, 132) == 64
+    assert splits.split_count(8, 1024, 132) == 4
+    assert splits.split_count(1000, 65536, 132) == 1
+    assert splits.split_count(8, 100, 132) == 1
+    assert splits.split_count(0, 100, 132) == 1

@@ -1,0 +1,67 @@
+"""Few queries against many keys: the keys of a tile of queries are shared out, and the parts merged.
+
+A decoding step has one tile of queries a key head: too few programs to fill a GPU or to draw its memory bandwidth. The
+forward kernel then runs SPLITS programs a tile (flash decoding, https://pytorch.org/blog/flash-decoding/), each with the
+softmax of its own keys, and :func:`merge` weighs them by their sums of exponentials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fa_inductor.templates.program import Program
+
+LN2 = math.log(2.0)
+#: Programs that are wanted for each multiprocessor: measured on an H200, 16 x 8192 keys (128 tiles) 3981 GB/s with two and
+#: 3845 with four; 65536 keys (8 tiles) 3531 with two and 3573 with four.
+RESIDENT, RESIDENT_OF_FEW = 2, 4
+#: Fewest keys of one program.
+LEAST_KEYS = 256
+#: Most programs: as many as Inductor reduces at once, without a loop.
+MOST = 64
+
+
+def split_count(blocks: int, keys: int, processors: int) -> int:
+    """Programs that share a tile's keys.
+
+    Args:
+        blocks: tiles of queries, over all heads. keys: seqlen_kv. processors: multiprocessors of the device.
+    """
+    if blocks < 1:
+        return 1
+    resident = RESIDENT_OF_FEW if blocks * RESIDENT_OF_FEW <= processors else RESIDENT
+    return max(1, min(resident * processors // blocks, keys // LEAST_KEYS, MOST))
+
+
+def unit_of(program: Program) -> float:
+    """The natural logarithm's share of one unit of the kernel's running maximum."""
+    return program.scale if program.wide else LN2
+
+
+def merge(parts: Any, stats: Any, shape: Sequence[Any], unit: float, dead_zero: bool, aten: Any) -> tuple[Any, Any]:
+    """(out [B, H, M, D] float32, lse [B, H, M]) of ``parts`` [S, B, H, M, D] and ``stats`` [2, S, B, H, M], float32.
+
+    ``stats`` are each part's maximum, in units of ``unit`` in the natural logarithm, and its sum of exponentials. A part
+    without any key has zeros, -inf and 0. Rows without any key at all are NaN, or zeros where ``dead_zero``.
+
+    Args:
+        shape: of ``parts``. aten: has the functions by ATen's names: ``torch.ops.aten``, or Inductor's lowerings of them.
+    """
+    maxima, sums = aten.select(stats, 0, 0), aten.select(stats, 0, 1)
+    # Weights for every element anew: all reductions then run over the same elements, and Inductor makes them one kernel.
+    wide = [aten.expand(aten.unsqueeze(x, -1), shape) for x in (maxima, sums)]
+    _, weight, total = _weights(*wide, unit, aten)
+    weighted = aten.sum(aten.mul(parts, weight), [0])
+    divisor = aten.where(aten.eq(total, 0.0), 1.0, total) if dead_zero else total
+    base, _, total = _weights(maxima, sums, unit, aten)
+    return aten.div(weighted, divisor), aten.add(aten.mul(base, unit), aten.log(total))
+
+
+def _weights(maxima: Any, sums: Any, unit: float, aten: Any) -> tuple[Any, Any, Any]:
+    """(greatest maximum or 0 where there is none, weight of each part, sum of the weights)."""
+    top = aten.amax(maxima, [0])
+    base = aten.where(aten.eq(top, float("-inf")), 0.0, top)
+    weight = aten.mul(sums, aten.exp(aten.mul(aten.sub(maxima, base), unit)))
+    return base, weight, aten.sum(weight, [0])
