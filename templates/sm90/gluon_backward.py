@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
-from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, uniform, wait_for_turn
+from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 
 
 @builtin
@@ -113,7 +113,7 @@ def producer(
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     SKIP: gl.constexpr, EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    n_first, b, kv_head = key_tile_of(uniform(work), kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
@@ -252,7 +252,7 @@ def writer(
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave in dQ's buffer ``P``, of every second tile, when it is these keys' turn."""
-    n_first, b, kv_head = key_tile_of(uniform(work), kv_len, num_kv_heads, total_heads, SECTION, 128, True)
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, True)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
@@ -274,8 +274,8 @@ def writer(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len, low, high,
+    W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+    dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len, low, high,
     num_kv_heads, total_heads, group,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
@@ -285,7 +285,7 @@ def consumer(
     DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
     DV_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     DQ_LAYOUT: gl.constexpr = accumulator_layout(dq_columns(ROWS, QK_DIM))
-    n_first, b, kv_head = key_tile_of(uniform(work), kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_inductor.templates.sm90.gluon_backward import key_tile_of, order_of, query_tiles, tma_add
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
-from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, uniform, wait_for_turn
+from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 
 
 @gluon.jit
@@ -32,7 +32,7 @@ def producer(
 ):  # fmt: skip
     QK_HALF: gl.constexpr = q_desc.block_type.shape[3]
     V_HALF: gl.constexpr = do_desc.block_type.shape[3]
-    n_first, b, kv_head = key_tile_of(uniform(work), kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
@@ -204,7 +204,7 @@ def writer(
     EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave of every second tile, when it is these keys' turn."""
-    n_first, b, kv_head = key_tile_of(uniform(work), kv_len, num_kv_heads, total_heads, SECTION, 64, True)
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, True)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
@@ -240,7 +240,7 @@ def consumer(
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(QK_HALF)
     V_LAYOUT: gl.constexpr = accumulator_layout(V_HALF)
-    n_first, b, kv_head = key_tile_of(uniform(work), kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )

@@ -1,8 +1,8 @@
 """Additions of several programs to one tile of memory in a fixed order, for Gluon kernels for Hopper.
 
 ``turns`` is int32, zero at the start: first a counter of tickets, then a number for each tile, of the program whose turn it
-is. A program waits only for programs of the same head that are before it in the order, whose tickets are lower too: they have
-started, so they end, and nobody waits for ever in whatever order the device starts programs.
+is. A program waits only for programs of the same head that are before it in the order, whose tickets are lower too: they
+have started, so they end, and nobody waits for ever in whatever order the device starts programs.
 """
 
 from triton.experimental import gluon
@@ -13,14 +13,6 @@ from triton.experimental.gluon import language as gl
 def ticket(turns):
     """How many programs started before this one."""
     return gl.atomic_add(turns, 1, sem="relaxed")
-
-
-@gluon.jit
-def uniform(number):
-    """``number``, which is the same in a warp's threads, known to the assembler as such: it then takes no registers of theirs."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -45,8 +37,8 @@ def wait_for_turn(turn, number):
 @gluon.jit
 def pass_turn(turn, number):
     """Wait until what this warp has sent by TMA is in memory, then set ``turn`` to ``number``."""
-    # Gluon's wait is for the end of reading shared memory. One thread has sent and waits, and the others wait for it. The end
-    # of the wait is a fence for what TMA did; fence.proxy.async without a state space would be another of the whole GPU.
+    # Gluon's wait is for the end of reading shared memory. One thread has sent and waits, and the others wait for it. The
+    # end of the wait is a fence for what TMA did; fence.proxy.async without a state space would be one of the whole GPU.
     gl.inline_asm_elementwise(
         """{
         cp.async.bulk.wait_group 0;
