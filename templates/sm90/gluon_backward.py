@@ -6,8 +6,7 @@ two consumer warpgroups owns 64 keys: it computes S^T and dP^T for them, keeps d
 left operands of those products without leaving them), and hands dS^T to the other through shared memory, for dQ needs all
 128 keys. Each consumer then computes half of the tile's dQ and adds it to a float32 buffer in memory with a TMA reduction.
 The order of these additions is not fixed, so dQ is not bitwise reproducible; dK and dV are. With DETERMINISTIC two warps
-more add dQ, in turns, and to every tile of queries first what the last keys give. Under a causal mask these begin with their
-last queries, the keys before them one tile of queries earlier, and so on: each has passed when the next ones come.
+more add dQ, in turns; the order is :func:`order_of`'s.
 
 ``STATS`` hold, for each row, the logarithm of the denominator in base 2 (+inf for rows that no key must reach) and
 delta = sum_d out * grad_out. See :func:`fa_inductor.templates.sm90.backward_launch.backward`.
@@ -46,17 +45,19 @@ def dq_columns(rows, qk_dim):
 def key_tile_of(
     work, kv_len, num_kv_heads, total_heads, SECTION: gl.constexpr, KEYS: gl.constexpr, DETERMINISTIC: gl.constexpr
 ):
-    """(first key, batch, key head): SECTION heads run side by side and share Q and dO in L2; the first keys, which under a
-    causal mask have the most queries, first. With DETERMINISTIC the last keys first, for which the others wait."""
+    """(first key, batch, key head, whether the first keys come first): SECTION heads run side by side and share Q and dO in
+    L2. The first keys, which under a causal mask have the most queries, come first, with DETERMINISTIC in the last section
+    alone: see :func:`order_of`."""
     num_tiles = (kv_len + KEYS - 1) // KEYS
     section = work // (num_tiles * SECTION)
     inside = work - section * (num_tiles * SECTION)
     width = gl.minimum(SECTION, total_heads - section * SECTION)
     head = section * SECTION + inside % width
     tile = inside // width
+    first_first = section == (total_heads - 1) // SECTION
     if DETERMINISTIC:
-        tile = num_tiles - 1 - tile
-    return tile * KEYS, head // num_kv_heads, head % num_kv_heads
+        tile = gl.where(first_first, tile, num_tiles - 1 - tile)
+    return tile * KEYS, head // num_kv_heads, head % num_kv_heads, first_first
 
 
 @gluon.jit
@@ -92,18 +93,32 @@ def query_tiles(
 
 @gluon.jit
 def order_of(
-    n_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
+    n_first, first_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
     EVEN: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """(place of these keys in the order of additions, first query tile that keys before them in it visit too).
+    """(place of these keys in the order of additions, first query tile and end of those that keys before them visit too).
 
-    Both ends of what a tile of keys visits grow with the keys, so those that visit one tile of queries are neighbours.
+    Programs start in this order. Last keys first, each from its first query tile on: under a causal mask program n comes to
+    tile n + i in its step i, which the keys after it have left a step ago, so nobody waits. But then the longest programs
+    end the launch, so the last section takes the first keys first, each from its last query tile on: they wait at the
+    start, a turn for every program before them. Both ends of what a tile of keys visits grow with the keys, so those that
+    visit one tile of queries are neighbours.
     """
-    place = (kv_len + KEYS - 1) // KEYS - 1 - n_first // KEYS
-    first, _full_first, _full_end, _end = query_tiles(
-        n_first + KEYS, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, KEYS
-    )
-    return place, gl.where(place == 0, 1 << 30, first)
+    tile = n_first // KEYS
+    place = gl.where(first_first, tile, (kv_len + KEYS - 1) // KEYS - 1 - tile)
+    first, _full_first, _full_end, end = query_tiles(
+        gl.where(first_first, n_first - KEYS, n_first + KEYS), q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS,
+        KEYS,
+    )  # fmt: skip
+    return place, first, gl.where(place == 0, 0, end)
+
+
+@gluon.jit
+def visited(t, first, end, first_first, DETERMINISTIC: gl.constexpr):
+    """The query tile of step ``t`` of ``first`` to ``end``."""
+    if DETERMINISTIC:
+        t = gl.where(first_first, first + end - 1 - t, t)
+    return t
 
 
 @gluon.jit
@@ -113,7 +128,7 @@ def producer(
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     SKIP: gl.constexpr, EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
@@ -126,7 +141,7 @@ def producer(
         h = kv_head * group + g
         row_head = b * (num_kv_heads * group) + h
         for t in range(first, end):
-            m = t * ROWS
+            m = visited(t, first, end, first_first, DETERMINISTIC) * ROWS
             stage = i % STAGES
             mbarrier.wait(q_empty.index(stage), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * ROWS)
@@ -252,18 +267,20 @@ def writer(
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave in dQ's buffer ``P``, of every second tile, when it is these keys' turn."""
-    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, True)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, True)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
-    place, shared = order_of(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128)
+    place, shared_first, shared_end = order_of(
+        n_first, first_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
     num_tiles = (q_len + ROWS - 1) // ROWS
     head = b * (num_kv_heads * group) + kv_head * group
     for i in range(P, group * (end - first), 2):
         h = i // (end - first)
-        t = first + i % (end - first)
+        t = visited(first + i % (end - first), first, end, first_first, True)
         turn = turns + 1 + (head + h).to(gl.int64) * num_tiles + t
-        wait_for_turn(turn, gl.where(t >= shared, place, 0))
+        wait_for_turn(turn, gl.where((t >= shared_first) & (t < shared_end), place, 0))
         mbarrier.wait(dq_full.index(P), (i // 2) & 1)
         for w in gl.static_range(2):
             add_dq(dq_desc, dq_smem.index(2 * P + w), b, kv_head * group + h, t * ROWS, w, ROWS, QK_DIM)
@@ -275,8 +292,8 @@ def writer(
 @gluon.jit
 def consumer(
     W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-    dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len, low, high,
-    num_kv_heads, total_heads, group,
+    dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len,
+    low, high, num_kv_heads, total_heads, group,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -285,7 +302,7 @@ def consumer(
     DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
     DV_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     DQ_LAYOUT: gl.constexpr = accumulator_layout(dq_columns(ROWS, QK_DIM))
-    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
@@ -303,9 +320,10 @@ def consumer(
     h = kv_head * group
     t = first
     for i in range(last + 1):
+        tile = visited(t, first, end, first_first, DETERMINISTIC)
         s, dk, dv = step(
-            i, t * ROWS, (t < full_first) | (t >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem,
-            delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv,
+            i, tile * ROWS, (tile < full_first) | (tile >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem,
+            lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv,
             scale, cap, kv_first, kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP,
             HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
         )  # fmt: skip

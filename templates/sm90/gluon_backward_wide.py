@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_backward import key_tile_of, order_of, query_tiles, tma_add
+from fa_inductor.templates.sm90.gluon_backward import key_tile_of, order_of, query_tiles, tma_add, visited
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
 from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 
@@ -32,7 +32,7 @@ def producer(
 ):  # fmt: skip
     QK_HALF: gl.constexpr = q_desc.block_type.shape[3]
     V_HALF: gl.constexpr = do_desc.block_type.shape[3]
-    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
@@ -45,7 +45,7 @@ def producer(
         h = kv_head * group + g
         row_head = b * (num_kv_heads * group) + h
         for t in range(first, end):
-            m = t * 64
+            m = visited(t, first, end, first_first, DETERMINISTIC) * 64
             stage = i % STAGES
             phase = ((i // STAGES) & 1) ^ 1
             mbarrier.wait(q_empty.index(stage), phase)
@@ -204,19 +204,21 @@ def writer(
     EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave of every second tile, when it is these keys' turn."""
-    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, True)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, True)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
-    place, shared = order_of(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64)
+    place, shared_first, shared_end = order_of(
+        n_first, first_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
+    )
     num_tiles = (q_len + 63) // 64
     head = b * (num_kv_heads * group) + kv_head * group
     for i in range(P, group * (end - first), 2):
         h = i // (end - first)
-        t = first + i % (end - first)
+        t = visited(first + i % (end - first), first, end, first_first, True)
         stage = i % STAGES
         turn = turns + 1 + (head + h).to(gl.int64) * num_tiles + t
-        wait_for_turn(turn, gl.where(t >= shared, place, 0))
+        wait_for_turn(turn, gl.where((t >= shared_first) & (t < shared_end), place, 0))
         mbarrier.wait(dq_full.index(stage), (i // STAGES) & 1)
         for w in gl.static_range(2):
             left, right = q_smem.index(2 * stage + w), do_smem.index(2 * stage + w)
@@ -240,7 +242,7 @@ def consumer(
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(QK_HALF)
     V_LAYOUT: gl.constexpr = accumulator_layout(V_HALF)
-    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
@@ -252,18 +254,20 @@ def consumer(
         0, deps=[scores(0, q_smem, k_smem, v_smem, do_smem, q_full, do_full, W, STAGES, QK_HALF, V_HALF, S_LAYOUT)]
     )
     t = first
+    tile = visited(t, first, end, first_first, DETERMINISTIC)
     pass_on(
-        0, t * 64, (t < full_first) | (t >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
+        0, tile * 64, (tile < full_first) | (tile >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
         scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
     h = kv_head * group
     for i in range(1, group * (end - first)):
         h_before = h
-        m_before = t * 64
+        m_before = tile * 64
         t += 1
         if t == end:
             t = first
             h += 1
+        tile = visited(t, first, end, first_first, DETERMINISTIC)
         before = (i - 1) % STAGES
         q_tile = q_smem.index(2 * before + W)
         do_tile = do_smem.index(2 * before + W)
@@ -278,8 +282,8 @@ def consumer(
         x_token = scores(i, q_smem, k_smem, v_smem, do_smem, q_full, do_full, W, STAGES, QK_HALF, V_HALF, S_LAYOUT)
         x = warpgroup_mma_wait(0, deps=[x_token])
         pass_on(
-            i, t * 64, (t < full_first) | (t >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
-            scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+            i, tile * 64, (tile < full_first) | (tile >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full,
+            ds_full, scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
         )  # fmt: skip
         if not DETERMINISTIC:
             tma.store_wait(0)
@@ -293,7 +297,7 @@ def consumer(
     if DETERMINISTIC:
         mbarrier.arrive(dq_full.index(last % STAGES))
     else:
-        add_dq(dq_desc, q_tile, do_tile, b, h, t * 64, W)
+        add_dq(dq_desc, q_tile, do_tile, b, h, tile * 64, W)
     # K's and V's buffers are free when both consumers have finished.
     mbarrier.arrive(finished)
     mbarrier.wait(finished, 0)
