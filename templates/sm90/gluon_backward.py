@@ -323,8 +323,8 @@ def consumer(
         tile = visited(t, first, end, first_first, DETERMINISTIC)
         s, dk, dv = step(
             i, tile * ROWS, (tile < full_first) | (tile >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem,
-            lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv,
-            scale, cap, kv_first, kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP,
+            lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s,
+            dk, dv, scale, cap, kv_first, kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP,
             HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
         )  # fmt: skip
         t += 1
