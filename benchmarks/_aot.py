@@ -123,6 +123,7 @@ class GluonRequest:
     has_low: bool = False
     has_high: bool = False
     softcap: bool = False
+    deterministic: bool = False
 
 
 def compile_gluon(request: GluonRequest) -> dict[str, Any]:
@@ -173,7 +174,12 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
     signature |= {name: _descriptor("fp32", 1, c.rows) for name in ("lse_desc", "delta_desc")}
     signature["dq_desc"] = _descriptor("fp32", 1, 1, 64, c.dq_columns(request.qk_dim))
     signature |= {"scale": "fp32", "cap": "fp32", "factor": "fp32"}
-    return flash_backward_wide if c.wide else flash_backward, signature, {**c.constants(), "SKIP": True}
+    constants = {**c.constants(request.deterministic), "SKIP": True}
+    if request.deterministic:
+        signature["turns"] = "*i32"
+    else:
+        constants["turns"] = None
+    return flash_backward_wide if c.wide else flash_backward, signature, constants
 
 
 def assembler_says(ptx: str) -> str:

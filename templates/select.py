@@ -117,8 +117,6 @@ def not_hopper(request: Request) -> str:
     if queries is None or keys is None or heads is None:
         return "sizes are not known"
     spec = Program.under(request.spec, request.facts, False).spec
-    if request.backward and request.deterministic:
-        return "torch.use_deterministic_algorithms(True), and dQ is added up in no fixed order"
     refusal = form.backward_refusal if request.backward else form.refusal
     return refusal(spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
 

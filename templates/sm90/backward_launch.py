@@ -53,9 +53,9 @@ class BackwardConfig:
             return 64
         return padded_dim // 2 if self.rows == CONSUMER_KEYS else padded_dim
 
-    def constants(self) -> dict[str, int]:
+    def constants(self, deterministic: bool) -> dict[str, int]:
         """The kernel's compile-time arguments that the configuration decides."""
-        made = {"STAGES": self.stages, "SECTION": self.section, "REGISTERS": self.registers}
+        made = {"STAGES": self.stages, "SECTION": self.section, "REGISTERS": self.registers, "DETERMINISTIC": deterministic}
         return made if self.wide else {"ROWS": self.rows, **made}
 
 
@@ -76,6 +76,7 @@ class Backward:
             strides that are multiples of 16 bytes, the last 1; bf16 or fp16 on one Hopper GPU.
         scale, low, high, softcap, layout, dead_zero: as in :class:`fa_inductor.templates.sm90.launch.Forward`; the gradients
             are stored in the layout's order.
+        deterministic: dQ is added up in a fixed order, so that equal operands give equal bits.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Backward:
         softcap: float | None = None,
         layout: str = "bhmd",
         dead_zero: bool = False,
+        deterministic: bool = False,
     ) -> None:
         from fa_inductor.templates.sm90.backward_rows import row_statistics, scale_sum
         from fa_inductor.templates.sm90.gluon_backward import flash_backward
@@ -143,7 +145,10 @@ class Backward:
             "SOFTCAP": softcap is not None,
         }  # fmt: skip
         kernel = flash_backward_wide if config.wide else flash_backward
-        self.main = Launcher(kernel, (-(-n // config.keys) * b * hkv, 1, 1), {**config.constants(), **flags})
+        constants = {**config.constants(deterministic), **flags}
+        self.main = Launcher(kernel, (-(-n // config.keys) * b * hkv, 1, 1), constants)
+        #: Numbers that give the additions to dQ their order: see gluon_order.
+        self.turns = 1 + b * hq * -(-m // config.rows) if deterministic else 0
         self.row_numbers = (hq, m, padded_len, *out.stride()[:3], *grad_out.stride()[:3], *dq_sum.stride()[:3])
         rows = _ROWS_BLOCK // d_pad
         widths = {"QK_DIM": d, "QK_PAD": d_pad, "V_DIM": dv, "V_PAD": v_pad, "ROWS": rows, "DEAD_ZERO": dead_zero}
@@ -164,7 +169,8 @@ class Backward:
         self.rows(self.device_index, out, grad_out, lse, log2_denom, delta, dq_sum, *self.row_numbers)
         operands = (q, k, v, grad_out, log2_denom, delta, dq_sum, dk, dv)
         descriptors = [form.of(t) for form, t in zip(self.forms, operands, strict=True)]
-        self.main(self.device_index, *descriptors, *self.numbers)
+        turns = torch.zeros(self.turns, dtype=torch.int32, device=self.device) if self.turns else None
+        self.main(self.device_index, *descriptors, *self.numbers, turns)
         self.sum(self.device_index, dq_sum, dq, *self.sum_numbers)
         return dq, dk, dv
 
@@ -184,24 +190,29 @@ _MOST_PREPARED = 1024
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: Sequence[int], program: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles."""
+    """(dq, dk, dv) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles.
+
+    Under ``torch.use_deterministic_algorithms`` equal operands give equal bits.
+    """
     tensors = (grad_out, q, k, v, out)
     if not all(_readable(t) for t in tensors):
         grad_out, q, k, v, out = tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
     if not lse.is_contiguous() or lse.data_ptr() % 16:
         lse = _copy(lse)
-    key = (program, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (program, deterministic, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
             _PREPARED.clear()
-        prepared = _PREPARED[key] = prepare(*tensors, sizes, program)
+        prepared = _PREPARED[key] = prepare(*tensors, sizes, program, deterministic)
     return prepared(grad_out, q, k, v, out, lse)
 
 
 def prepare(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sizes: Sequence[int], program: str
-) -> Backward:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sizes: Sequence[int], program: str,
+    deterministic: bool = False,
+) -> Backward:  # fmt: skip
     """The kernels of a program with default tiles; raises ValueError for a program without a form."""
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
@@ -211,7 +222,7 @@ def prepare(
     config = (CONFIGS if form.softcap is None else SOFTCAP_CONFIGS)[padded(q.shape[3])]
     return Backward(
         grad_out, q, k, v, out, config, scale=form.scale, low=low, high=high, softcap=form.softcap, layout=spec.layout,
-        dead_zero=spec.dead_rows == "zero",
+        dead_zero=spec.dead_rows == "zero", deterministic=deterministic,
     )  # fmt: skip
 
 

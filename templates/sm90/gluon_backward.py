@@ -5,7 +5,8 @@ of the group. The producer warp loads K and V once, Q and dO with their row stat
 two consumer warpgroups owns 64 keys: it computes S^T and dP^T for them, keeps dK and dV in registers (P^T and dS^T are the
 left operands of those products without leaving them), and hands dS^T to the other through shared memory, for dQ needs all
 128 keys. Each consumer then computes half of the tile's dQ and adds it to a float32 buffer in memory with a TMA reduction.
-The order of these additions is not fixed, so dQ is not bitwise reproducible; dK and dV are.
+The order of these additions is not fixed, so dQ is not bitwise reproducible; dK and dV are. With DETERMINISTIC two warps
+more add dQ, in turns; the order is :func:`order_of`'s.
 
 ``STATS`` hold, for each row, the logarithm of the denominator in base 2 (+inf for rows that no key must reach) and
 delta = sum_d out * grad_out. See :func:`fa_inductor.templates.sm90.backward_launch.backward`.
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
+from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 
 
 @builtin
@@ -40,15 +42,22 @@ def dq_columns(rows, qk_dim):
 
 
 @gluon.jit
-def key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION: gl.constexpr, KEYS: gl.constexpr):
-    """(first key, batch, key head): SECTION heads run side by side and share Q and dO in L2; the first keys, which under a
-    causal mask have the most queries, first."""
+def key_tile_of(
+    work, kv_len, num_kv_heads, total_heads, SECTION: gl.constexpr, KEYS: gl.constexpr, DETERMINISTIC: gl.constexpr
+):
+    """(first key, batch, key head, whether the first keys come first): SECTION heads run side by side and share Q and dO in
+    L2. The first keys, which under a causal mask have the most queries, come first, with DETERMINISTIC in the last section
+    alone: see :func:`order_of`."""
     num_tiles = (kv_len + KEYS - 1) // KEYS
     section = work // (num_tiles * SECTION)
     inside = work - section * (num_tiles * SECTION)
     width = gl.minimum(SECTION, total_heads - section * SECTION)
     head = section * SECTION + inside % width
-    return (inside // width) * KEYS, head // num_kv_heads, head % num_kv_heads
+    tile = inside // width
+    first_first = section == (total_heads - 1) // SECTION
+    if DETERMINISTIC:
+        tile = gl.where(first_first, tile, num_tiles - 1 - tile)
+    return tile * KEYS, head // num_kv_heads, head % num_kv_heads, first_first
 
 
 @gluon.jit
@@ -83,13 +92,43 @@ def query_tiles(
 
 
 @gluon.jit
+def order_of(
+    n_first, first_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
+    EVEN: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """(place of these keys in the order of additions, first query tile and end of those that keys before them visit too).
+
+    Programs start in this order. Last keys first, each from its first query tile on: under a causal mask program n comes to
+    tile n + i in its step i, which the keys after it have left a step ago, so nobody waits. But then the longest programs
+    end the launch, so the last section takes the first keys first, each from its last query tile on: they wait at the
+    start, a turn for every program before them. Both ends of what a tile of keys visits grow with the keys, so those that
+    visit one tile of queries are neighbours.
+    """
+    tile = n_first // KEYS
+    place = gl.where(first_first, tile, (kv_len + KEYS - 1) // KEYS - 1 - tile)
+    first, _full_first, _full_end, end = query_tiles(
+        gl.where(first_first, n_first - KEYS, n_first + KEYS), q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS,
+        KEYS,
+    )  # fmt: skip
+    return place, first, gl.where(place == 0, 0, end)
+
+
+@gluon.jit
+def visited(t, first, end, first_first, DETERMINISTIC: gl.constexpr):
+    """The query tile of step ``t`` of ``first`` to ``end``."""
+    if DETERMINISTIC:
+        t = gl.where(first_first, first + end - 1 - t, t)
+    return t
+
+
+@gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
+    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
     kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SKIP: gl.constexpr, EVEN: gl.constexpr,
+    SKIP: gl.constexpr, EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    n_first, b, kv_head = key_tile_of(gl.program_id(0), kv_len, num_kv_heads, total_heads, SECTION, 128)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
@@ -102,7 +141,7 @@ def producer(
         h = kv_head * group + g
         row_head = b * (num_kv_heads * group) + h
         for t in range(first, end):
-            m = t * ROWS
+            m = visited(t, first, end, first_first, DETERMINISTIC) * ROWS
             stage = i % STAGES
             mbarrier.wait(q_empty.index(stage), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * ROWS)
@@ -119,10 +158,10 @@ def producer(
 @gluon.jit
 def step(
     i, m, edge, b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-    q_full, q_empty, do_full, do_empty, ds_full, s, dk, dv, scale, cap, kv_first, kv_len, low, high,
+    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_first, kv_len, low, high,
     W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
-    V_DIM: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(Next scores, dK, dV): add what the queries from ``m`` of head ``h``, load ``i``, contribute; ``s`` are their scores."""
@@ -171,11 +210,20 @@ def step(
     # P's registers are free before the next scores need theirs.
     dv = warpgroup_mma_wait(2, deps=[dv_token])
     s_token = score_product(gl.minimum(i + 1, last), k, q_smem, q_full, ROWS, STAGES, QK_DIM, S_LAYOUT)
-    tma.store_wait(0)
+    if not DETERMINISTIC:
+        tma.store_wait(0)
     dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
     mbarrier.arrive(do_empty.index(stage))
     mbarrier.arrive(q_empty.index(stage))
-    add_dq(dq, dq_desc, dq_smem.index(W), b, h, m, W, ROWS, QK_DIM)
+    if DETERMINISTIC:
+        mbarrier.wait(dq_empty.index(i & 1), ((i // 2) & 1) ^ 1)
+        dq_smem.index(2 * (i & 1) + W).reshape([64, dq_columns(ROWS, QK_DIM)]).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(i & 1))
+    else:
+        dq_smem.index(W).reshape([64, dq_columns(ROWS, QK_DIM)]).store(dq)
+        fence_async_shared()
+        add_dq(dq_desc, dq_smem.index(W), b, h, m, W, ROWS, QK_DIM)
     # Nothing stays under way from one turn of the loop to the next: the assembler would serialise all products.
     return warpgroup_mma_wait(0, deps=[s_token]), dk, dv
 
@@ -204,9 +252,7 @@ def dq_product(ds, k_all, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.conste
 
 
 @gluon.jit
-def add_dq(dq, dq_desc, dq_tile, b, h, m, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
-    dq_tile.reshape([64, dq_columns(ROWS, QK_DIM)]).store(dq)
-    fence_async_shared()
+def add_dq(dq_desc, dq_tile, b, h, m, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
     if ROWS == 64:
         tma_add(dq_desc, [b, h, m, W * (QK_DIM // 2)], dq_tile)
     else:
@@ -214,18 +260,49 @@ def add_dq(dq, dq_desc, dq_tile, b, h, m, W: gl.constexpr, ROWS: gl.constexpr, Q
 
 
 @gluon.jit
-def consumer(
-    W: gl.constexpr, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, scale, cap, factor, q_len, kv_len, low, high,
+def writer(
+    P: gl.constexpr, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high,
     num_kv_heads, total_heads, group,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    ROWS: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Add what the consumers leave in dQ's buffer ``P``, of every second tile, when it is these keys' turn."""
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, True)
+    first, _full_first, _full_end, end = query_tiles(
+        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
+    place, shared_first, shared_end = order_of(
+        n_first, first_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
+    num_tiles = (q_len + ROWS - 1) // ROWS
+    head = b * (num_kv_heads * group) + kv_head * group
+    for i in range(P, group * (end - first), 2):
+        h = i // (end - first)
+        t = visited(first + i % (end - first), first, end, first_first, True)
+        turn = turns + 1 + (head + h).to(gl.int64) * num_tiles + t
+        wait_for_turn(turn, gl.where((t >= shared_first) & (t < shared_end), place, 0))
+        mbarrier.wait(dq_full.index(P), (i // 2) & 1)
+        for w in gl.static_range(2):
+            add_dq(dq_desc, dq_smem.index(2 * P + w), b, kv_head * group + h, t * ROWS, w, ROWS, QK_DIM)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(P))
+        pass_turn(turn, place + 1)
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+    dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len,
+    low, high, num_kv_heads, total_heads, group,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
+    V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(ROWS)
     DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
     DV_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     DQ_LAYOUT: gl.constexpr = accumulator_layout(dq_columns(ROWS, QK_DIM))
-    n_first, b, kv_head = key_tile_of(gl.program_id(0), kv_len, num_kv_heads, total_heads, SECTION, 128)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
     )
@@ -243,18 +320,22 @@ def consumer(
     h = kv_head * group
     t = first
     for i in range(last + 1):
+        tile = visited(t, first, end, first_first, DETERMINISTIC)
         s, dk, dv = step(
-            i, t * ROWS, (t < full_first) | (t >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem,
-            delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, s, dk, dv, scale, cap, kv_first,
-            kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
-            S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
+            i, tile * ROWS, (tile < full_first) | (tile >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem,
+            lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s,
+            dk, dv, scale, cap, kv_first, kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP,
+            HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
         )  # fmt: skip
         t += 1
         if t == end:
             t = first
             h += 1
     # dQ's buffer is this consumer's own, and wide enough for 64 rows of dV, then of dK.
-    tma.store_wait(0)
+    if DETERMINISTIC:
+        mbarrier.wait(dq_empty.index(0), (last // 2) & 1)
+    else:
+        tma.store_wait(0)
     dv_tile = dq_smem.index(W)._reinterpret(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
     dv_tile.reshape([64, V_DIM]).store(dv.to(dv_desc.dtype))
     fence_async_shared()
@@ -271,16 +352,18 @@ def consumer(
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_kv_heads", "total_heads", "group"])
 def flash_backward(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap, factor,
-    q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    q_len, kv_len, low, high, num_kv_heads, total_heads, group, turns,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, REGISTERS: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dK, dV, and dQ divided by ``factor``, of ``softmax(band(f(q k^T)) * scale) v``; ``scale`` includes log2(e).
 
     Descriptors over [B, H, L, D]: Q [1, 1, ROWS, QK_DIM], dO [1, 1, ROWS, V_DIM], K, dK [1, 1, 64, QK_DIM],
     V, dV [1, 1, 64, V_DIM], dQ [1, 1, 64, dq_columns] float32, zero at the start; over [B * Hq, M padded to tiles]: LSE and DELTA
     [1, ROWS] float32. Launched with ceil(kv_len / 128) * total_heads programs of 4 warps, total_heads = B * Hkv.
-    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers.
+    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers. With DETERMINISTIC ``turns`` is
+    int32[1 + B * Hq * ceil(q_len / ROWS)], zero at the start, else None.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[3]
@@ -293,7 +376,8 @@ def flash_backward(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 128, ROWS], DS)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    DQ_STAGES: gl.constexpr = 2 if DETERMINISTIC else 1
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2 * DQ_STAGES] + dq_desc.block_type.shape, dq_desc.layout)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -301,6 +385,8 @@ def flash_backward(
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    dq_full = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BAR)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BAR)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(ds_full, count=2)
     for i in gl.static_range(STAGES):
@@ -308,22 +394,57 @@ def flash_backward(
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
+    for i in gl.static_range(DQ_STAGES):
+        mbarrier.init(dq_full.index(i), count=2)
+        mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
+    work = ticket(turns) if DETERMINISTIC else gl.program_id(0)
     # The argument lists are spelled out: constants that pass through a variable become run-time values.
-    gl.warp_specialize([
-        (consumer, (
-            0, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, ds_full, scale, cap, factor, q_len, kv_len, low, high,
-            num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM, V_DIM, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
-        )),
-        (consumer, (
-            1, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, ds_full, scale, cap, factor, q_len, kv_len, low, high,
-            num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM, V_DIM, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
-        )),
-        (producer, (
-            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
-            ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
-        )),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    if DETERMINISTIC:
+        gl.warp_specialize([
+            (consumer, (
+                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
+                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (consumer, (
+                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
+                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (producer, (
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
+                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
+                total_heads, group, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+            )),
+            (writer, (
+                0, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
+                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+            )),
+            (writer, (
+                1, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
+                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+            )),
+        ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
+                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (consumer, (
+                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
+                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (producer, (
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
+                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
+                total_heads, group, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip

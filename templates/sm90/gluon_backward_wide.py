@@ -18,20 +18,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_backward import key_tile_of, query_tiles, tma_add
+from fa_inductor.templates.sm90.gluon_backward import key_tile_of, order_of, query_tiles, tma_add, visited
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
+from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
+    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
     kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
     STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
-    EVEN: gl.constexpr,
+    EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     QK_HALF: gl.constexpr = q_desc.block_type.shape[3]
     V_HALF: gl.constexpr = do_desc.block_type.shape[3]
-    n_first, b, kv_head = key_tile_of(gl.program_id(0), kv_len, num_kv_heads, total_heads, SECTION, 64)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
     first, _full_first, _full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
@@ -44,7 +45,7 @@ def producer(
         h = kv_head * group + g
         row_head = b * (num_kv_heads * group) + h
         for t in range(first, end):
-            m = t * 64
+            m = visited(t, first, end, first_first, DETERMINISTIC) * 64
             stage = i % STAGES
             phase = ((i // STAGES) & 1) ^ 1
             mbarrier.wait(q_empty.index(stage), phase)
@@ -168,29 +169,72 @@ def products(
 
 
 @gluon.jit
-def add_dq(dq, dq_desc, q_tile, do_tile, b, h, m, W: gl.constexpr):
-    """Add this consumer's 128 columns of 64 rows from ``m`` to dQ's sum, by way of its halves of Q and dO of these rows.
+def dq_tiles(dq_desc, q_tile, do_tile):
+    """Where a consumer leaves its 128 columns of 64 rows of dQ: in its halves of Q and dO of these rows.
 
     Nobody reads those any more: of this half of Q, S was computed before the other consumer's dS was there, of this half of
     dO dP, and dK and dV are done.
     """
-    left, right = dq.reshape([64, 2, 64]).permute((0, 2, 1)).split()
     HALF: gl.constexpr = dq_desc.block_type.shape
-    left_tile = q_tile._reinterpret(gl.float32, HALF, dq_desc.layout)
-    right_tile = do_tile._reinterpret(gl.float32, HALF, dq_desc.layout)
+    return q_tile._reinterpret(gl.float32, HALF, dq_desc.layout), do_tile._reinterpret(gl.float32, HALF, dq_desc.layout)
+
+
+@gluon.jit
+def leave_dq(dq, dq_desc, q_tile, do_tile):
+    left, right = dq.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+    left_tile, right_tile = dq_tiles(dq_desc, q_tile, do_tile)
     left_tile.reshape([64, 64]).store(left)
     right_tile.reshape([64, 64]).store(right)
     fence_async_shared()
+
+
+@gluon.jit
+def add_dq(dq_desc, q_tile, do_tile, b, h, m, W: gl.constexpr):
+    """Add what a consumer has left to dQ's sum."""
+    left_tile, right_tile = dq_tiles(dq_desc, q_tile, do_tile)
     tma_add(dq_desc, [b, h, m, W * 128], left_tile)
     tma_add(dq_desc, [b, h, m, W * 128 + 64], right_tile)
 
 
 @gluon.jit
-def consumer(
-    W: gl.constexpr, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, finished, scale, cap, factor, q_len, kv_len, low, high,
+def writer(
+    P: gl.constexpr, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
     num_kv_heads, total_heads, group,
-    STAGES: gl.constexpr, SECTION: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr,
+    STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """Add what the consumers leave of every second tile, when it is these keys' turn."""
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, True)
+    first, _full_first, _full_end, end = query_tiles(
+        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
+    )
+    place, shared_first, shared_end = order_of(
+        n_first, first_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
+    )
+    num_tiles = (q_len + 63) // 64
+    head = b * (num_kv_heads * group) + kv_head * group
+    for i in range(P, group * (end - first), 2):
+        h = i // (end - first)
+        t = visited(first + i % (end - first), first, end, first_first, True)
+        stage = i % STAGES
+        turn = turns + 1 + (head + h).to(gl.int64) * num_tiles + t
+        wait_for_turn(turn, gl.where((t >= shared_first) & (t < shared_end), place, 0))
+        mbarrier.wait(dq_full.index(stage), (i // STAGES) & 1)
+        for w in gl.static_range(2):
+            left, right = q_smem.index(2 * stage + w), do_smem.index(2 * stage + w)
+            add_dq(dq_desc, left, right, b, kv_head * group + h, t * 64, w)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(stage))
+        mbarrier.arrive(do_empty.index(stage))
+        pass_turn(turn, place + 1)
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem,
+    kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap, factor, q_len, kv_len,
+    low, high, num_kv_heads, total_heads, group,
+    STAGES: gl.constexpr, SECTION: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     QK_HALF: gl.constexpr = dk_desc.block_type.shape[3]
@@ -198,7 +242,7 @@ def consumer(
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(QK_HALF)
     V_LAYOUT: gl.constexpr = accumulator_layout(V_HALF)
-    n_first, b, kv_head = key_tile_of(gl.program_id(0), kv_len, num_kv_heads, total_heads, SECTION, 64)
+    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
     )
@@ -209,40 +253,51 @@ def consumer(
     x = warpgroup_mma_wait(
         0, deps=[scores(0, q_smem, k_smem, v_smem, do_smem, q_full, do_full, W, STAGES, QK_HALF, V_HALF, S_LAYOUT)]
     )
+    t = first
+    tile = visited(t, first, end, first_first, DETERMINISTIC)
     pass_on(
-        0, first * 64, (first < full_first) | (first >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
+        0, tile * 64, (tile < full_first) | (tile >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
         scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
     h = kv_head * group
-    t = first
     for i in range(1, group * (end - first)):
         h_before = h
-        m_before = t * 64
+        m_before = tile * 64
         t += 1
         if t == end:
             t = first
             h += 1
+        tile = visited(t, first, end, first_first, DETERMINISTIC)
         before = (i - 1) % STAGES
         q_tile = q_smem.index(2 * before + W)
         do_tile = do_smem.index(2 * before + W)
         dq, dk, dv = products(
             i - 1, k_half, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv, QK_HALF, V_HALF, K_LAYOUT
         )  # fmt: skip
-        add_dq(dq, dq_desc, q_tile, do_tile, b, h_before, m_before, W)
+        leave_dq(dq, dq_desc, q_tile, do_tile)
+        if DETERMINISTIC:
+            mbarrier.arrive(dq_full.index(before))
+        else:
+            add_dq(dq_desc, q_tile, do_tile, b, h_before, m_before, W)
         x_token = scores(i, q_smem, k_smem, v_smem, do_smem, q_full, do_full, W, STAGES, QK_HALF, V_HALF, S_LAYOUT)
         x = warpgroup_mma_wait(0, deps=[x_token])
         pass_on(
-            i, t * 64, (t < full_first) | (t >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
-            scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+            i, tile * 64, (tile < full_first) | (tile >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full,
+            ds_full, scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
         )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(before))
-        mbarrier.arrive(do_empty.index(before))
+        if not DETERMINISTIC:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(before))
+            mbarrier.arrive(do_empty.index(before))
     last = group * (end - first) - 1
     q_tile = q_smem.index(2 * (last % STAGES) + W)
     do_tile = do_smem.index(2 * (last % STAGES) + W)
     dq, dk, dv = products(last, k_half, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv, QK_HALF, V_HALF, K_LAYOUT)
-    add_dq(dq, dq_desc, q_tile, do_tile, b, h, t * 64, W)
+    leave_dq(dq, dq_desc, q_tile, do_tile)
+    if DETERMINISTIC:
+        mbarrier.arrive(dq_full.index(last % STAGES))
+    else:
+        add_dq(dq_desc, q_tile, do_tile, b, h, tile * 64, W)
     # K's and V's buffers are free when both consumers have finished.
     mbarrier.arrive(finished)
     mbarrier.wait(finished, 0)
@@ -260,14 +315,15 @@ def consumer(
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_kv_heads", "total_heads", "group"])
 def flash_backward_wide(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap, factor,
-    q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    q_len, kv_len, low, high, num_kv_heads, total_heads, group, turns,
     STAGES: gl.constexpr, SECTION: gl.constexpr, REGISTERS: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dK, dV, and dQ divided by ``factor``, of ``softmax(band(f(q k^T)) * scale) v``; ``scale`` includes log2(e).
 
     Descriptors over [B, H, L, D]: Q, K, V, dO, dK, dV of half-width tiles [1, 1, 64, 128], dQ [1, 1, 64, 64] float32, zero
-    at the start; LSE and DELTA as for :func:`flash_backward`, of 64 rows. Launched with ceil(kv_len / 64) * total_heads
+    at the start; LSE, DELTA and turns as for :func:`flash_backward`, of 64 rows. Launched with ceil(kv_len / 64) * total_heads
     programs of 4 warps.
     """
     # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
@@ -289,33 +345,67 @@ def flash_backward_wide(
     p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     finished = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    dq_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    # Who is done last with a buffer of Q or of dO: both consumers, or the writer.
+    READERS: gl.constexpr = 1 if DETERMINISTIC else 2
     mbarrier.init(kv_full, count=1)
     mbarrier.init(p_full, count=1)
     mbarrier.init(ds_full, count=1)
     mbarrier.init(finished, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(q_empty.index(i), count=READERS)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=2)
+        mbarrier.init(do_empty.index(i), count=READERS)
+        mbarrier.init(dq_full.index(i), count=2)
     fence_async_shared()
+    work = ticket(turns) if DETERMINISTIC else gl.program_id(0)
     # The argument lists are spelled out: constants that pass through a variable become run-time values.
-    gl.warp_specialize([
-        (consumer, (
-            0, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, finished, scale, cap, factor, q_len, kv_len, low,
-            high, num_kv_heads, total_heads, group,
-            STAGES, SECTION, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
-        )),
-        (consumer, (
-            1, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, finished, scale, cap, factor, q_len, kv_len, low,
-            high, num_kv_heads, total_heads, group,
-            STAGES, SECTION, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
-        )),
-        (producer, (
-            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
-            kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
-            STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
-        )),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    if DETERMINISTIC:
+        gl.warp_specialize([
+            (consumer, (
+                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
+                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
+                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (consumer, (
+                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
+                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
+                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (producer, (
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
+                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
+                total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+            )),
+            (writer, (
+                0, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
+                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+            )),
+            (writer, (
+                1, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
+                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+            )),
+        ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
+                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
+                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (consumer, (
+                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
+                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
+                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+            )),
+            (producer, (
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
+                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
+                total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -16,7 +16,7 @@ from fa_inductor import lowering, ops, reference
 from fa_inductor.backend import fa_inductor
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
-from fa_inductor.templates.sm90 import backward_launch, form
+from fa_inductor.templates.sm90 import backward_launch, form, launch
 from tests.gpu.test_gluon import PROGRAMS, SHAPES, attend, causal, random_band
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_random_bands() -> None:
 
 
 def test_keys_and_values_repeat_bit_for_bit() -> None:
-    """dK and dV are sums in a fixed order; dQ's order is not fixed, and stays within rounding."""
+    """dK and dV are sums in a fixed order; dQ's is fixed in deterministic mode alone, and stays within rounding."""
     torch.manual_seed(0)
     q, k, v, grad = tensors((2, 8, 2, 1024, 1024), (128, 128), torch.bfloat16)
     program = f"attention({PROGRAMS['causal']})"
@@ -89,6 +89,53 @@ def test_keys_and_values_repeat_bit_for_bit() -> None:
     assert torch.equal(first[1], second[1])
     assert torch.equal(first[2], second[2])
     torch.testing.assert_close(first[0], second[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    # With warnings only: the eager sides use kernels that add in no fixed order.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (256, 256)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_deterministic_values(name: str, dims: tuple[int, int], deterministic: None) -> None:
+    torch.manual_seed(2)
+    for i, shape in enumerate(SHAPES):
+        check(f"attention({PROGRAMS[name]})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [100])
+
+
+def test_deterministic_random_bands(deterministic: None) -> None:
+    random.seed(3)
+    torch.manual_seed(3)
+    for _ in range(150):
+        program, shape = random_band()
+        dim = random.choice([64, 128, 256])
+        check(program, shape, (dim, dim), torch.bfloat16, [])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["plain", "causal", "bottom_right", "window", "band_zero", "strict_nan"])
+def test_deterministic_gradients_repeat_bit_for_bit(name: str, dim: int, deterministic: None) -> None:
+    """Of more programs than fit the device at once, and while other work makes their times uneven."""
+    torch.manual_seed(0)
+    q, k, v, grad = tensors((3, 16, 8, 1500, 1900), (dim, dim), torch.bfloat16)
+    program = f"attention({PROGRAMS[name]})"
+    out, lse = launch.attention(q, k, v, [100], program)
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    noise = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for i in range(6):
+        if i % 2:
+            with torch.cuda.stream(other):
+                noise @ noise
+        results.append(ops.hopper_attention_backward(grad, q, k, v, out, lse, [100], program))
+    for again in results[1:]:
+        for a, b in zip(results[0], again, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def grads(function: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -131,20 +178,17 @@ def test_compiled(mask: Any, dim: int, dynamic: bool, chosen: Callable[[], bool]
     assert chosen()
 
 
-def test_deterministic_algorithms_take_the_general_kernels(chosen: Callable[[], bool]) -> None:
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_compiled_deterministic(dim: int, chosen: Callable[[], bool], deterministic: None) -> None:
     torch.manual_seed(0)
     eager = attend(causal)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        function = torch.compile(eager, backend=fa_inductor)
-        close(function, eager, 384, 128)
-        q, k, v, grad = tensors((2, 4, 2, 384, 384), (128, 128), torch.bfloat16)
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        for a, b in zip(grads(function, leaves, grad), grads(function, leaves, grad), strict=True):
-            assert torch.equal(a, b)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not chosen()
+    function = torch.compile(eager, backend=fa_inductor)
+    close(function, eager, 384, dim)
+    q, k, v, grad = tensors((2, 4, 2, 384, 384), (dim, dim), torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for a, b in zip(grads(function, leaves, grad), grads(function, leaves, grad), strict=True):
+        assert torch.equal(a, b)
+    assert chosen()
 
 
 def test_dropped_when_it_does_not_launch(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[], bool]) -> None:

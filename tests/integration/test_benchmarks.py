@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -273,3 +274,45 @@ def test_workers_take_turns_and_failures_become_results():
     assert results[0] == {"it": 1}
     assert results[1] == {"error": "compiling: ValueError: no"}
     assert results[2] == {"error": "compiling: more than 8 s"}
+
+
+def test_stress_references_are_the_dense_one(monkeypatch):
+    """With the dense reference in the kernels' place every launch is right, and a band that is off by one is not."""
+    from benchmarks import _stress, stress
+    from fa_inductor import reference
+    from fa_inductor.spec import AttentionSpec
+    from fa_inductor.templates.sm90 import backward_launch, launch
+
+    off = 0
+
+    def dense(function, *tensors, sizes, program, more=()):
+        sizes = [sizes[0], sizes[1] + off]
+        return function(*(t.double() for t in tensors), [], sizes, AttentionSpec.parse(program), *more)
+
+    def forward(q, k, v, sizes, program):
+        out, lse = dense(reference.attention, q, k, v, sizes=sizes, program=program)
+        return out.to(q.dtype), lse.float()
+
+    def backward(grad, q, k, v, out, lse, sizes, program):
+        wanted = [True, True, True]
+        grads = dense(reference.attention_grads, grad, q, k, v, sizes=sizes, program=program, more=(wanted,))
+        return tuple(t.to(q.dtype) for t in grads)
+
+    monkeypatch.setattr(_stress, "DEVICE", "cpu")
+    monkeypatch.setattr(launch, "attention", forward)
+    monkeypatch.setattr(backward_launch, "attention_backward", backward)
+    small = [i for i in range(200) if math.prod(stress.drawn(0, 140, i).shape[d] for d in (0, 1, 3, 4)) < 2e5]
+    assert {stress.drawn(0, 140, i).variant.backward for i in small} == {False, True}
+    assert all(stress.drawn(0, 140, i).run() <= 1 for i in small)
+    off = 1
+    assert sum(bool(stress.drawn(0, 140, i).run() > 1) for i in small) > len(small) // 4
+
+
+def test_summary_of_a_sanitizer_counts_kinds():
+    from benchmarks import sanitize
+
+    line = "========= Error: Race reported between Write access at flash_backward+0x{:x}0 in gluon_backward.py:{}"
+    output = "\n".join([*(line.format(i, 10 + i) for i in range(1, 4)), "========= RACECHECK SUMMARY: 3 hazards displayed"])
+    first, second = sanitize.summary(output)
+    assert first.startswith("RACECHECK SUMMARY")
+    assert second.startswith("3 x Error: Race reported")
