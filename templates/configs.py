@@ -1,6 +1,8 @@
 """Tile configurations by (architecture, operand size, head dim, pass).
 
 Each row lists candidates, best first. Without max-autotune the first one that compiles is taken; with it all are timed.
+Of the first ones, benchmarks/notes/aot.md shows what each device of a family makes of them: no spills, and the products of the
+architecture, for plain and causal programs of which no length is known.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
 # (arch, bytes per element, padded head dim, pass) -> (block_m, block_n, num_warps, num_stages), ...
 #
 # sm_90 at head dims 64 and 128: measured with benchmarks/tune_tiles.py on an H200 (torch 2.11, triton 3.6), 16384
-# tokens, hidden size 2048, S = 4096, TFLOP/s of the kernel alone in brackets. The other rows are the tiles of those,
-# or of FlashAttention-2, halved until ahead-of-time compilation shows no spills; nothing was timed for them.
+# tokens, hidden size 2048, S = 4096, TFLOP/s of the kernel alone in brackets. The other rows are the tiles that the model
+# of benchmarks/roofline.py ranks first among those that compile ahead of time without spills; nothing was timed for them.
 _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     # sm_80, 16-bit: 166912 bytes of shared memory (163 KiB), cp.async stages, mma.sync.
     (80, 2, 64, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
@@ -85,6 +87,33 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (100, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
 }  # fmt: skip
 
+# Lean programs (Use.lean): rows that replace those above. They take 230 registers and more, and spill 32 to 900 bytes with
+# captures, dropout, a window or a length in the mask. Model (benchmarks/roofline.py): 1.15 to 3 times the rows above.
+_LEAN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (80, 2, 256, "dkdv"): _rows((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2)),
+    (80, 2, 64, "dq"): _rows((128, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
+    (80, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
+    (80, 2, 256, "dq"): _rows((64, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
+    (100, 2, 64, "forward"): _tma((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 2)),
+    (100, 2, 64, "dkdv"): _tma((64, 128, 4, 2), (64, 128, 8, 2), (64, 64, 4, 2)),
+    (100, 2, 128, "dkdv"): _tma((64, 128, 8, 3), (64, 128, 8, 1), (64, 64, 8, 2)),
+    (100, 2, 256, "dkdv"): (*_tma((64, 64, 8, 1)), *_rows((32, 32, 8, 1))),
+    (100, 2, 64, "dq"): _tma((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+    (100, 2, 256, "dq"): (*_tma((128, 64, 8, 1)), *_rows((32, 32, 4, 1))),
+}  # fmt: skip
+
+# sm_86, sm_89 and sm_12x: 99 KiB of shared memory. Rows that replace those above there: what fits, and what does not spill on
+# sm_120, which needs a few registers more than sm_80. Lean programs have no rows of their own: by the model their products
+# bound these devices, whatever the tile.
+_SMALL: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (80, 2, 128, "forward"): _rows((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 2)),
+    (80, 2, 256, "forward"): _rows((64, 32, 8, 2), (32, 32, 4, 2)),
+    (80, 2, 64, "dkdv"): _rows((64, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2)),
+}  # fmt: skip
+
+#: Most shared memory, in bytes, of one program with the rows of a family. A device with less takes those of :data:`_SMALL`.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
 # Programs whose mask leaves tiles out: rows that replace those above. Smaller tiles lose less at the mask's edge.
 _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 64, "forward"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 128, 4, 2))),  # causal: 425 413 409
@@ -109,6 +138,14 @@ _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2), (64, 64, 4, 3)), *_rows((64, 128, 8, 3))),  # 514 414 325
     (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 555 539 494
 }
+
+# Lengths that are not numbers when the kernel is compiled: their arithmetic takes the registers that the measured tiles lack
+# then (8 bytes spill at 128, 64 to 88 at 256; with numbers none do but at 256, causal: 40). At 128 the third of an earlier run,
+# 474 467 455 causal. At 256 nothing that was measured has wgmma and no spills: this one was not timed.
+_UNKNOWN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 128, "dkdv"): (*_tma((32, 64, 4, 2), (64, 64, 4, 2)), *_rows((64, 128, 8, 3))),
+    (90, 2, 256, "dkdv"): (*_tma((32, 64, 8, 1), (64, 64, 8, 1)), *_rows((64, 32, 8, 2))),
+}  # fmt: skip
 
 # Short sequences: (..., masked) rows. Measured at S = 512.
 SHORT = 1024
@@ -150,6 +187,8 @@ class Use:
         masked: whether the mask leaves tiles out.
         loads_tiles: whether a tensor of the scores' size is read.
         documents: whether the mask compares something captured of the query with something captured of the key.
+        lean: whether next to nothing is computed of a score (Program.lean), and no loop over the heads of a group is around it.
+        shared: bytes of shared memory that one program may have on the device; None: as much as :data:`SHARED` says.
     """
 
     arch: int
@@ -161,6 +200,8 @@ class Use:
     masked: bool = False
     loads_tiles: bool = False
     documents: bool = False
+    lean: bool = False
+    shared: int | None = None
 
 
 def candidates(use: Use, which: str) -> list[TileConfig]:
@@ -168,12 +209,19 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     dim, kind = max(64, use.qk_pad, use.v_pad), "dq" if which == "rows" else which
     key = (use.arch, use.element, dim, kind)
     short = (*key, use.masked)
+    small = use.shared is not None and use.shared < SHARED[use.arch]
     if use.element == 4:
         found = _FLOAT32[dim, kind]
+    elif small:
+        found = _SMALL.get(key, _TABLE[key])
+    elif use.lean and key in _LEAN:
+        found = _LEAN[key]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
     elif use.documents and key in _DOCUMENTS:
         found = _DOCUMENTS[key]
+    elif use.keys is None and key in _UNKNOWN:
+        found = _UNKNOWN[key]
     elif use.keys is not None and use.keys <= SHORT and short in _SHORT:
         found = _SHORT[short]
     else:
