@@ -21,6 +21,10 @@ class TileConfig:
         num_warps, num_stages: Triton launch options.
         section: heads that run side by side.
         tma: load through tensor descriptors where the problem allows it.
+        poly_degree: degree, 3 or 4, of the polynomial that computes exp2 in the forward for a part of the scores; 0: none.
+        poly_quarters: quarters of a tile's keys, 1 to 4, that it computes.
+        rescale_threshold: the forward rescales its sums only where the maximum of a row has grown by more than this power of 2
+            (8: sums of at most 256 times as much); 0: whenever it grows.
     """
 
     block_m: int
@@ -29,6 +33,9 @@ class TileConfig:
     num_stages: int
     section: int = 8
     tma: bool = False
+    poly_degree: int = 0
+    poly_quarters: int = 1
+    rescale_threshold: int = 0
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
