@@ -46,7 +46,9 @@ def test_polynomials_over_a_sweep() -> None:
 
 def test_rows_whose_maximum_moves() -> None:
     """Maxima that grow by less than the threshold, by it and by more, shrink and jump: no error is added."""
-    for name, errors in interpret("rows").items():
+    found = interpret("rows")
+    assert found["nan"]
+    for name, errors in found["rows"].items():
         degree = int(name.split()[1])
         assert errors["out"] <= PUBLISHED.get(degree, 0.0) + 1e-6, name
         assert errors["lse"] <= PUBLISHED.get(degree, 0.0) + 1e-5, name
@@ -55,10 +57,10 @@ def test_rows_whose_maximum_moves() -> None:
 #: float32's rounding, and that of the polynomial in weights and in their sum.
 _OPTIONS = [
     ({"rescale_threshold": 8}, "float32", 1, 4e-6),
-    ({"poly_degree": 3}, "float32", 3, 1.8e-4),
-    ({"poly_degree": 4, "poly_quarters": 4}, "float32", 3, 1e-5),
-    ({"poly_degree": 3, "poly_quarters": 2, "rescale_threshold": 8}, "float16", 2, 2e-3),
-    ({"poly_degree": 3, "poly_quarters": 4}, "float16", 3, 2e-3),
+    ({"poly_degree": 3}, "float32", 4, 1.8e-4),
+    ({"poly_degree": 4, "poly_quarters": 4}, "float32", 4, 1e-5),
+    ({"poly_degree": 3, "poly_quarters": 2, "rescale_threshold": 8}, "float16", 4, 2e-3),
+    ({"poly_degree": 3, "poly_quarters": 4}, "float16", 5, 2e-3),
 ]
 
 
@@ -84,8 +86,7 @@ def test_compiles_clean(arch: int) -> None:
         assert found["stack"] == found["local"] == found["instructions"]["trap"] == 0
         assert found["shared"] <= SHARED_LIMIT[arch]
         assert found["tmem"] <= 512
-        # Where the compiler knows which keys a register holds, a quarter of the exponentials is gone. On sm_80 warps share
-        # rows, and both are computed.
+        # A quarter of the exponentials is gone, but on sm_80, where the compiler does not know which keys a register holds.
         quarter = plain["instructions"]["ex2"] // 4 if "poly_degree" in options and arch >= 90 else 0
         assert found["instructions"]["ex2"] == plain["instructions"]["ex2"] - quarter
 
