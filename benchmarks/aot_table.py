@@ -96,7 +96,8 @@ def candidates(case: Case) -> list[TileConfig]:
     """The configurations of a general kernel, the default first."""
     family = templates_of(case.arch)
     problem = Problem(case.dim, case.dim, 1, tma=family >= 90)
-    return tiles.choose(Program.of(AttentionSpec.parse(PROGRAMS[case.mask]), problem), problem, family, case.which)
+    program = Program.of(AttentionSpec.parse(PROGRAMS[case.mask]), problem)
+    return tiles.choose(program, problem, family, case.which, _aot.SHARED_LIMIT[case.arch])
 
 
 def source(case: Case, config: TileConfig | None = None) -> str:

@@ -224,8 +224,11 @@ def default_kernels(arch: int, shape: Shape) -> tuple[tuple[Kernel, ...], tuple[
     """(forward, backward) of the general templates with the first rows of templates/configs.py."""
     family = select.architecture((arch // 10, arch % 10))
     assert family is not None
-    use = configs.Use(family, 2, shape.dim, shape.dim, keys=shape.length, masked=shape.causal)
-    forward, dkdv, dq = (Kernel(w, tile_of(configs.candidates(use, w)[0])) for w in ("forward", "dkdv", "dq"))
+    use = configs.Use(
+        family, 2, shape.dim, shape.dim, keys=shape.length, masked=shape.causal, shared=MACHINES[arch].block
+    )  # fmt: skip
+    lean = {w: shape.window is None and (w != "dkdv" or shape.heads == shape.kv_heads) for w in ("forward", "dkdv", "dq")}
+    forward, dkdv, dq = (Kernel(w, tile_of(configs.candidates(replace(use, lean=x), w)[0])) for w, x in lean.items())
     return (forward,), (dkdv, dq)
 
 

@@ -58,6 +58,13 @@ def inductor_config() -> Any:
     return config
 
 
+def shared_memory(device: Any) -> int | None:
+    """Bytes of shared memory that one program may have on a CUDA device, None where torch does not say."""
+    import torch
+
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+
+
 def inductor_option_type(name: str) -> type | None:
     """The declared type of an Inductor option where isinstance() can check it, else None (unions, generics)."""
     from typing import get_origin

@@ -78,7 +78,7 @@ def devices() -> list[Row]:
     rows = [("cpu", f"{capability}, {torch.get_num_threads()} threads, C++ compiler: {cpp_compiler()}")]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        shared = getattr(properties, "shared_memory_per_block_optin", None)
+        shared = _compat.shared_memory(torch.device("cuda", index))
         text = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", text + (f", {shared // 1024} KiB shared memory a block" if shared else "")))
     if torch.cuda.device_count() == 0:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
 from fa_inductor.lowering_operands import Operands, hint, number, problem_of, realised
@@ -251,7 +252,7 @@ def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: 
 def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
     from fa_inductor.templates import tiles
 
-    return tiles.choose(Program.of(o.spec, problem), problem, arch, which)
+    return tiles.choose(Program.of(o.spec, problem), problem, arch, which, _compat.shared_memory(o.q.get_device()))
 
 
 def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:

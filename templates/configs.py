@@ -1,6 +1,8 @@
 """Tile configurations by (architecture, operand size, head dim, pass).
 
 Each row lists candidates, best first. Without max-autotune the first one that compiles is taken; with it all are timed.
+Of the first ones, benchmarks/notes/aot.md shows what each device of a family makes of them: no spills, and the products of the
+architecture, for plain and causal programs of which no length is known.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ class TileConfig:
         section: heads that run side by side.
         tma: load through tensor descriptors where the problem allows it.
         splits: programs that share the keys of a tile of queries (forward; :mod:`fa_inductor.templates.splits`).
+        poly_degree: degree, 3 or 4, of the polynomial that computes exp2 in the forward for a part of the scores; 0: none.
+        poly_quarters: quarters of a tile's keys, 1 to 4, that it computes.
+        rescale_threshold: the forward rescales its sums only where the maximum of a row has grown by more than this power of 2
+            (8: sums of at most 256 times as much); 0: whenever it grows.
     """
 
     block_m: int
@@ -29,6 +35,9 @@ class TileConfig:
     section: int = 8
     tma: bool = False
     splits: int = 1
+    poly_degree: int = 0
+    poly_quarters: int = 1
+    rescale_threshold: int = 0
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -39,11 +48,22 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
     return tuple(TileConfig(*r, tma=True) for r in rows)
 
 
+def _thinned(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
+    """Each with a quarter of exp2 as a polynomial and with the conditional rescale.
+
+    Neither is a default, and nothing was run on sm_100 or sm_103: see benchmarks/notes/roofline.md. What the compiler makes of
+    them takes 10 % more instructions a step, and by the model instructions are what bounds these kernels, not exponentials.
+    With max-autotune the device decides.
+    """
+    found = _tma(*rows)
+    return (*(replace(c, poly_degree=3) for c in found), *(replace(c, rescale_threshold=8) for c in found))
+
+
 # (arch, bytes per element, padded head dim, pass) -> (block_m, block_n, num_warps, num_stages), ...
 #
 # sm_90 at head dims 64 and 128: measured with benchmarks/tune_tiles.py on an H200 (torch 2.11, triton 3.6), 16384
-# tokens, hidden size 2048, S = 4096, TFLOP/s of the kernel alone in brackets. The other rows are the tiles of those,
-# or of FlashAttention-2, halved until ahead-of-time compilation shows no spills; nothing was timed for them.
+# tokens, hidden size 2048, S = 4096, TFLOP/s of the kernel alone in brackets. The other rows are the tiles that the model
+# of benchmarks/roofline.py ranks first among those that compile ahead of time without spills; nothing was timed for them.
 _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     # sm_80, 16-bit: 166912 bytes of shared memory (163 KiB), cp.async stages, mma.sync.
     (80, 2, 64, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
@@ -73,9 +93,9 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 256, "dq"): (*_tma((64, 64, 4, 2)), *_rows((128, 32, 8, 2)), *_tma((64, 32, 4, 2))),  # causal: 440 437 310
     (90, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_100, 16-bit: the accumulators live in 512 columns of tensor memory.
-    (100, 2, 64, "forward"): _tma((128, 64, 8, 3), (128, 64, 4, 2)),
-    (100, 2, 128, "forward"): _tma((128, 128, 8, 2), (128, 64, 4, 2)),
-    (100, 2, 256, "forward"): _tma((128, 64, 8, 2), (64, 64, 4, 1)),
+    (100, 2, 64, "forward"): (*_tma((128, 64, 8, 3), (128, 64, 4, 2)), *_thinned((128, 64, 8, 3))),
+    (100, 2, 128, "forward"): (*_tma((128, 128, 8, 2), (128, 64, 4, 2)), *_thinned((128, 128, 8, 2))),
+    (100, 2, 256, "forward"): (*_tma((128, 64, 8, 2), (64, 64, 4, 1)), *_thinned((128, 64, 8, 2))),
     (100, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
     (100, 2, 64, "dkdv"): _tma((64, 64, 4, 2), (64, 64, 8, 1)),
     (100, 2, 128, "dkdv"): _tma((64, 64, 8, 2), (64, 64, 4, 1)),
@@ -86,6 +106,33 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (100, 2, 256, "dq"): _rows((32, 32, 4, 1), (16, 32, 4, 1)),
     (100, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
 }  # fmt: skip
+
+# Lean programs (Use.lean): rows that replace those above. They take 230 registers and more, and spill 32 to 900 bytes with
+# captures, dropout, a window or a length in the mask. Model (benchmarks/roofline.py): 1.15 to 3 times the rows above.
+_LEAN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (80, 2, 256, "dkdv"): _rows((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2)),
+    (80, 2, 64, "dq"): _rows((128, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
+    (80, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
+    (80, 2, 256, "dq"): _rows((64, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
+    (100, 2, 64, "forward"): (*_tma((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 2)), *_thinned((128, 64, 4, 3))),
+    (100, 2, 64, "dkdv"): _tma((64, 128, 4, 2), (64, 128, 8, 2), (64, 64, 4, 2)),
+    (100, 2, 128, "dkdv"): _tma((64, 128, 8, 3), (64, 128, 8, 1), (64, 64, 8, 2)),
+    (100, 2, 256, "dkdv"): (*_tma((64, 64, 8, 1)), *_rows((32, 32, 8, 1))),
+    (100, 2, 64, "dq"): _tma((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+    (100, 2, 256, "dq"): (*_tma((128, 64, 8, 1)), *_rows((32, 32, 4, 1))),
+}  # fmt: skip
+
+# sm_86, sm_89 and sm_12x: 99 KiB of shared memory. Rows that replace those above there: what fits, and what does not spill on
+# sm_120, which needs a few registers more than sm_80. Lean programs have no rows of their own: by the model their products
+# bound these devices, whatever the tile.
+_SMALL: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (80, 2, 128, "forward"): _rows((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 2)),
+    (80, 2, 256, "forward"): _rows((64, 32, 8, 2), (32, 32, 4, 2)),
+    (80, 2, 64, "dkdv"): _rows((64, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2)),
+}  # fmt: skip
+
+#: Most shared memory, in bytes, of one program with the rows of a family. A device with less takes those of :data:`_SMALL`.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 # Programs whose mask leaves tiles out: rows that replace those above. Smaller tiles lose less at the mask's edge.
 _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
@@ -111,6 +158,14 @@ _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2), (64, 64, 4, 3)), *_rows((64, 128, 8, 3))),  # 514 414 325
     (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 555 539 494
 }
+
+# Lengths that are not numbers when the kernel is compiled: their arithmetic takes the registers that the measured tiles lack
+# then (8 bytes spill at 128, 64 to 88 at 256; with numbers none do but at 256, causal: 40). At 128 the third of an earlier run,
+# 474 467 455 causal. At 256 nothing that was measured has wgmma and no spills: this one was not timed.
+_UNKNOWN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 128, "dkdv"): (*_tma((32, 64, 4, 2), (64, 64, 4, 2)), *_rows((64, 128, 8, 3))),
+    (90, 2, 256, "dkdv"): (*_tma((32, 64, 8, 1), (64, 64, 8, 1)), *_rows((64, 32, 8, 2))),
+}  # fmt: skip
 
 # Short sequences: (..., masked) rows. Measured at S = 512.
 SHORT = 1024
@@ -152,6 +207,8 @@ class Use:
         masked: whether the mask leaves tiles out.
         loads_tiles: whether a tensor of the scores' size is read.
         documents: whether the mask compares something captured of the query with something captured of the key.
+        lean: whether next to nothing is computed of a score (Program.lean), and no loop over the heads of a group is around it.
+        shared: bytes of shared memory that one program may have on the device; None: as much as :data:`SHARED` says.
     """
 
     arch: int
@@ -163,6 +220,8 @@ class Use:
     masked: bool = False
     loads_tiles: bool = False
     documents: bool = False
+    lean: bool = False
+    shared: int | None = None
 
 
 def candidates(use: Use, which: str) -> list[TileConfig]:
@@ -170,12 +229,19 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     dim, kind = max(64, use.qk_pad, use.v_pad), "dq" if which == "rows" else which
     key = (use.arch, use.element, dim, kind)
     short = (*key, use.masked)
+    small = use.shared is not None and use.shared < SHARED[use.arch]
     if use.element == 4:
         found = _FLOAT32[dim, kind]
+    elif small:
+        found = _SMALL.get(key, _TABLE[key])
+    elif use.lean and key in _LEAN:
+        found = _LEAN[key]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
     elif use.documents and key in _DOCUMENTS:
         found = _DOCUMENTS[key]
+    elif use.keys is None and key in _UNKNOWN:
+        found = _UNKNOWN[key]
     elif use.keys is not None and use.keys <= SHORT and short in _SHORT:
         found = _SHORT[short]
     else:
@@ -183,8 +249,9 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     if which == "rows":
         found = tuple(replace(c, tma=False, num_stages=1) for c in found)
     if which == "forward" and use.rows is not None and use.rows <= FEW_ROWS and use.element == 2:
-        short = tuple(_short(c, use.rows) for c in found)
-        found = (few, *short) if (few := few_rows(use)) else short
+        found = tuple(_short(c, use.rows) for c in found)
+        few = few_rows(use)
+        found = (few, *found) if few else found
     return list(dict.fromkeys(found))
 
 

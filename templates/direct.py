@@ -84,11 +84,16 @@ class Configs:
     rows: TileConfig
 
 
-def choose_all(spec: AttentionSpec, problem: Problem, arch: int, index: int = 0) -> Configs:
-    """The ``index``-th configuration of each kernel's row (the last one where the row is shorter)."""
+def choose_all(
+    spec: AttentionSpec, problem: Problem, arch: int, index: int = 0, shared: int | None = None
+) -> Configs:
+    """The ``index``-th configuration of each kernel's row (the last one where the row is shorter).
+
+    ``shared``: bytes of shared memory that one program may have, None where it is that of the architecture's first device.
+    """
 
     def pick(which: str) -> TileConfig:
-        found = choose(Program.of(spec, problem), problem, arch, which)
+        found = choose(Program.of(spec, problem), problem, arch, which, shared)
         return found[min(index, len(found) - 1)]
 
     return Configs(*(pick(w) for w in PASSES))

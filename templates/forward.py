@@ -80,6 +80,9 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
     through = Descriptors() if pack else descriptors(program, problem, config, rows, keys=True)
     body = tile_body(program, problem, schedule, rows.names, inside, through=through)
     functions = rows.functions | schedule.functions | body.functions
+    poly = f"_exp2_poly{config.poly_degree}" if config.poly_degree else ""
+    if poly:
+        functions = functions | {poly}
     captures = used_captures(spec.expressions, spec.seed_slot)
     arguments = ("Q", "K", "V", "LSE", *(f"CAP{s}" for s, _ in captures), *schedule.arguments)
     context: dict[str, Any] = {
@@ -102,6 +105,9 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "wide": program.wide,
         "dead_zero": spec.dead_rows == "zero",
         "even_kv": problem.even_kv,
+        "poly": poly,
+        "poly_quarters": config.poly_quarters,
+        "threshold": config.rescale_threshold,
     }
     text, digest = render("common/forward.py.jinja", functions, context)
     constants = {

@@ -34,11 +34,12 @@ from fa_inductor.expr import (
     Expr,
     H,
     Load,
+    Sym,
     call,
     substitute,
 )  # fmt: skip
 from fa_inductor.intervals import never_negative
-from fa_inductor.masks import MaskedScore, normalise, split_mask
+from fa_inductor.masks import MaskedScore, conjuncts, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.rendering import Problem
 
@@ -53,6 +54,8 @@ HUGE = 8192.0
 #: of the row are themselves below fill + 104, which for half precision operands means overflow.
 VANISHING_FILL = -30000.0
 
+#: What one comparison of indices, a number apart, is made of.
+_COMPARES = frozenset({"lt", "le", "gt", "ge", "add", "sub", "neg"})
 _BOUNDED = frozenset({"tanh", "sigmoid", "sin", "cos", "erf", "log", "log2", "log1p", "sqrt", "rsqrt"})
 _LIKE_ARGUMENTS = frozenset({"add", "sub", "minimum", "maximum", "neg", "abs", "relu", "floor"})
 
@@ -259,6 +262,21 @@ class Program:
     def scale(self) -> float:
         """The positive number that :meth:`body` leaves out of the logit."""
         return pull_scale(self.spec.score)[1]
+
+    @cached_property
+    def lean(self) -> bool:
+        """Whether nothing is computed of a score but a scale and one comparison of q_idx and kv_idx, a number apart.
+
+        Such kernels have registers to spare for larger tiles.
+        """
+        spec, kept = self.spec, conjuncts(normalise(self.masked.keep))
+        if spec.loads() or spec.sinks or spec.dropout_p or self.wide or pull_scale(self.masked.live)[0] != SCORE:
+            return False
+        if self.masked.fill_value not in (None, -math.inf) or len(kept) > 1:
+            return False
+        return all(n in (Q_IDX, KV_IDX) or not isinstance(n, Sym) for e in kept for n in e.walk()) and not any(
+            isinstance(n, Call) and n.fn not in _COMPARES for e in kept for n in e.walk()
+        )
 
     def body(self, logit: Expr) -> Expr:
         """``logit / scale``, for the whole program or for what is left of it inside full tiles."""

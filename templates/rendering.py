@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fa_inductor.templates import exp2
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.score_codegen import DEVICE_FUNCTIONS, CaptureInfo
 
@@ -127,7 +128,7 @@ def render(template: str, functions: AbstractSet[str], context: dict[str, Any]) 
     """The second-stage text of ``template`` under ``context`` and a hash of it."""
     text = _environment().get_template(template).render(context)
     text = "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
-    text += "".join(DEVICE_FUNCTIONS[f] for f in sorted(functions))
+    text += "".join({**DEVICE_FUNCTIONS, **exp2.FUNCTIONS}[f] for f in sorted(functions))
     return text, hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -238,8 +238,8 @@ def summarised_slots(program: Program, problem: Problem) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def choose(program: Program, problem: Problem, arch: int, which: str) -> list[TileConfig]:
-    """The configurations to try for one kernel of a program, best first."""
+def choose(program: Program, problem: Problem, arch: int, which: str, shared: int | None = None) -> list[TileConfig]:
+    """The configurations to try for one kernel of a program, best first. ``shared``: as :attr:`Use.shared`."""
     use = Use(
         arch=arch,
         element=problem.element,
@@ -250,6 +250,8 @@ def choose(program: Program, problem: Problem, arch: int, which: str) -> list[Ti
         masked=leaves_tiles_out(program, backward=which != "forward"),
         loads_tiles=program.loads_tiles,
         documents=program.may_skip(which != "forward") and Scan(program.masked.keep, False).compares,
+        lean=program.lean and (which != "dkdv" or problem.group == 1),
+        shared=shared,
     )
     return candidates(use, which)
 

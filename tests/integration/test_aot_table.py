@@ -18,7 +18,12 @@ SAMPLE = (
     Case(120, "general", "dq", 64, "plain"),
     Case(90, "general", "dq", 64, "plain"),
     Case(100, "general", "forward", 64, "plain"),
+    Case(103, "general", "dq", 256, "causal"),
+    Case(89, "general", "forward", 256, "plain"),
 )
+#: Bytes of stack of the Gluon backward, at most: measured faster than the general kernels all the same
+#: (templates/sm90/backward_launch.py).
+GLUON_BACKWARD = 104
 
 
 def row_of(case: Case) -> dict:
@@ -42,6 +47,22 @@ def test_sample_compiles_to_what_the_table_says(case: Case) -> None:
         pytest.skip(f"the table is of triton {TABLE['triton']}, this is {found or 'no triton'}")
     made, row = aot_table.compile_case(case), row_of(case)
     assert {k: made[k] for k in made} == {k: row[k] for k in made}, RENEW
+
+
+@pytest.mark.parametrize("arch", aot_table.ARCHITECTURES)
+def test_default_kernels_run_on_their_target(arch: int) -> None:
+    """No spills, no trap stub, shared and tensor memory within the limits, and the instructions of the architecture."""
+    rows = [r for r in TABLE["rows"] if r["arch"] == arch]
+    product = "tcgen05" if arch in (100, 103) else "wgmma" if arch == 90 else "mma.sync"
+    for r in rows:
+        made, name = r["instructions"], tuple(r[k] for k in aot_table.KEY)
+        spills = r["stack"] + r["local"]
+        assert spills <= (GLUON_BACKWARD if (r["kernel"], r["which"]) == ("gluon", "backward") else 0), name
+        assert made["trap"] == 0, name
+        assert r["shared"] <= _aot.SHARED_LIMIT[arch], name
+        assert r["tmem"] <= aot_table.TENSOR_MEMORY, name
+        assert made[product] > 0, name
+        assert spills or aot_table.problems(r) == r["problems"] == [], name
 
 
 def test_problems_are_found() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fa_inductor import lowering, ops, reference
+from fa_inductor import _compat, lowering, ops, reference
+from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import direct, splits
+from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.tiles import SUMMARY
 from tests.templates import families
 
@@ -111,3 +114,16 @@ def test_split_count() -> None:
     assert splits.split_count(1000, 65536, 132) == 1
     assert splits.split_count(8, 100, 132) == 1
     assert splits.split_count(0, 100, 132) == 1
+
+
+@pytest.mark.parametrize(("shared", "stages"), [(163 * 1024, 3), (99 * 1024, 2), (None, 3)])
+def test_tiles_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch, shared: int | None, stages: int) -> None:
+    """Of two devices that run the sm_80 forms, the one with less shared memory gets tiles that fit."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared) if shared else SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("cuda", 0)
+    assert _compat.shared_memory(device) == shared
+    spec = AttentionSpec.parse("attention(score=score * 0.1)")
+    operands: Any = SimpleNamespace(spec=spec, q=SimpleNamespace(get_device=lambda: device))
+    first = lowering._candidates(80, operands, Problem(128, 128, 1), "forward")[0]
+    assert (first.block_m, first.num_stages) == (128, stages)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from fa_inductor.expr import KV_IDX, Q_IDX, SCORE, Const, parse
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates import select, tiles
+from fa_inductor.templates import configs, select, tiles
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program, may_be_huge, pull_factor, pull_scale
@@ -146,6 +147,50 @@ def test_rendering_is_deterministic() -> None:
         forward_kernel.cache_clear()
         assert complete(forward_kernel(family.spec(), problem, config)).source == first
         compile(first, family.name, "exec")
+
+
+@pytest.mark.parametrize(
+    ("text", "lean"),
+    [
+        ("score * 0.1", True),
+        ("where(kv_idx <= q_idx + 5, score * 0.1, -inf)", True),
+        ("where(kv_idx <= q_idx + n0, score * 0.1, -inf)", False),
+        ("where((kv_idx <= q_idx) & (kv_idx > q_idx - 9), score * 0.1, -inf)", False),
+        ("where((kv_idx <= q_idx) | (kv_idx < 9), score * 0.1, -inf)", False),
+        ("where(kv_idx <= q_idx, score * 0.1, -5.0)", False),
+        ("tanh(score) * 0.1", False),
+        ("score * 0.1 + f0[h]", False),
+        ("score * 0.1, sinks=[f0[h]]", False),
+        ("score * 0.1, dropout=(0.5, 0)", False),
+    ],
+)
+def test_lean_programs_have_larger_tiles(text: str, lean: bool) -> None:
+    spec, problem = AttentionSpec.parse(f"attention(score={text})"), Problem(64, 64, 1)
+    program = Program.of(spec, problem)
+    assert program.lean == lean
+    tallest = tiles.choose(program, problem, 80, "dq")[0]
+    assert (tallest.block_m == 128) == lean
+    # Not around a loop over the heads of a group, and not where shared memory is small.
+    grouped = Problem(64, 64, 4, tma=True)
+    assert tiles.choose(program, grouped, 100, "dkdv")[0].block_n == 64
+    assert tiles.choose(program, problem, 80, "dq", 99 * 1024)[0].block_m == 64
+
+
+#: Kernels whose first tile is another with 99 KiB than with 163.
+DIFFERENT = {("forward", 128), ("forward", 256), *(("dkdv", d) for d in (64, 256)), *(("dq", d) for d in (64, 128, 256))}
+DIFFERENT |= {("rows", d) for d in (64, 128, 256)}
+
+
+@pytest.mark.parametrize("which", configs.PASSES)
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_shared_memory_of_the_device_decides(which: str, dim: int) -> None:
+    use = configs.Use(80, 2, dim, dim, lean=True)
+    most = configs.candidates(use, which)
+    for shared, expected in ((None, most), (163 * 1024, most), (227 * 1024, most)):
+        assert configs.candidates(replace(use, shared=shared), which) == expected
+    small = configs.candidates(replace(use, shared=99 * 1024), which)
+    assert len(set(small)) == len(small) >= 2
+    assert (small[0] != most[0]) == ((which, dim) in DIFFERENT)
 
 
 def test_heads_are_packed_for_few_queries_only() -> None:
