@@ -326,11 +326,9 @@ def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
 
     from fa_inductor.templates.forward import packs_heads
 
-    batch, heads, kv_heads, rows, cols = o.extents
-    numbers = [hint(x) for x in (batch, heads, kv_heads, rows, cols)]
-    if None in numbers:
+    batch, heads, kv_heads, rows, cols = (hint(x) for x in o.extents)
+    if batch is None or heads is None or kv_heads is None or rows is None or cols is None:
         return 1
-    batch, heads, kv_heads, rows, cols = numbers
     pack = packs_heads(problem, config)
     tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
     processors = torch.cuda.get_device_properties(o.q.get_device()).multi_processor_count

@@ -51,8 +51,8 @@ def merge(parts: Any, stats: Any, shape: Sequence[Any], unit: float, dead_zero: 
     """
     maxima, sums = aten.select(stats, 0, 0), aten.select(stats, 0, 1)
     # Weights for every element anew: all reductions then run over the same elements, and Inductor makes them one kernel.
-    wide = [aten.expand(aten.unsqueeze(x, -1), shape) for x in (maxima, sums)]
-    _, weight, total = _weights(*wide, unit, aten)
+    wide_maxima, wide_sums = (aten.expand(aten.unsqueeze(x, -1), shape) for x in (maxima, sums))
+    _, weight, total = _weights(wide_maxima, wide_sums, unit, aten)
     weighted = aten.sum(aten.mul(parts, weight), [0])
     divisor = aten.where(aten.eq(total, 0.0), 1.0, total) if dead_zero else total
     base, _, total = _weights(maxima, sums, unit, aten)
