@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("target", metavar="MODULE:CALLABLE")
     explain.add_argument("--dynamic", action="store_true", help="compile for any size")
+    explain.add_argument("--profile", action="store_true", help="run again under a profiler: the time of each site's kernel")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
 
     commands.add_parser("doctor", help="print versions, devices, kernels, options and caches")
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .entry import explain
 
         model, args, kwargs = load_target(arguments.target)
-        report = explain(model, **({"dynamic": True} if arguments.dynamic else {}))(*args, **kwargs)
+        dynamic = {"dynamic": True} if arguments.dynamic else {}
+        report = explain(model, profile=arguments.profile, **dynamic)(*args, **kwargs)
         print(report.to_json() if arguments.json else report)
         return 0
     except FaInductorError as error:

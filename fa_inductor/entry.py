@@ -101,9 +101,12 @@ def enable(**options: Any) -> Iterator[None]:
                     setattr(module, name, original)
 
 
-def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., FusionReport]:
+def explain(fn: Callable[..., Any], *, profile: bool = False, **compile_kwargs: Any) -> Callable[..., FusionReport]:
     """``explain(fn, **compile_kwargs)(*args, **kwargs)`` compiles `fn` anew, runs it once and returns the report of
     its sites.
+
+    With ``profile=True`` it is run again under torch's profiler (on a GPU twice again), and each fused site says how many
+    milliseconds its kernel took in the forward pass.
 
     `fn` is a module or a function; one that torch.compile returned is taken by what it wraps. `compile_kwargs` are
     those of ``torch.compile`` without ``backend``. The compile reads and writes no graph cache, and leaves what
@@ -125,6 +128,10 @@ def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., Fusi
         compiled = torch.compile(_fresh_call(target), backend=_Backend({}), **_copied(compile_kwargs))
         with _compat.compile_caches_off(), _compat.unlimited_recompiles(), collecting() as report:
             compiled(*args, **kwargs)
+            if profile:
+                from .evidence import profiled
+
+                report = profiled(report, functools.partial(compiled, *args, **kwargs))
         if not report.graphs:
             report.notes.append("Dynamo captured no graph: nothing was compiled")
         return report

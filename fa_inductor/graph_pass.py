@@ -194,6 +194,7 @@ def _report(
         program=program or match.full_spec().program,
         template=template,
         reason=reason,
+        evidence="selector chose it" if status == "fused" else "",
     )
 
 

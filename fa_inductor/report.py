@@ -44,7 +44,8 @@ class SiteReport:
     the graph node of the softmax (or of the site's last node), `source` the user's line as ``file:line: code``.
     `form` is for people ("causal, GQA 4:2, softcap"), `program` is the exact text the op carries. `template` is the
     kernel chosen, `reason` why the site stayed unfused, `near_misses` what other readings of the site stopped at.
-    `fused_already`: a declined site whose own code calls a fused kernel, which `strict` lets pass.
+    `fused_already`: a declined site whose own code calls a fused kernel, which `strict` lets pass. `evidence` is one of
+    `EVIDENCE`; `milliseconds` is the kernel's time in a forward pass where a profiler measured it (``explain(profile=True)``).
     """
 
     status: str
@@ -62,6 +63,7 @@ class SiteReport:
     backward: bool = False
     evidence: str = ""
     fused_already: bool = False
+    milliseconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -149,7 +151,9 @@ class FusionReport:
             site = members[0]
             misses = [f"near miss: {miss}" for miss in site.near_misses]
             form = [site.form, " ".join(part for part in (site.shapes, site.dtype) if part)]
-            kernel = [site.template, "forward and backward" if site.backward else ""]
+            times = [s.milliseconds for s in members if s.milliseconds is not None]
+            spent = f"{sum(times):.3g} ms" + (f" in {len(times)} sites" if len(times) > 1 else "") if times else ""
+            kernel = [site.template, "forward and backward" if site.backward else "", spent]
             rows.append(
                 [
                     str(len(members)),

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fa_inductor
+from fa_inductor import evidence
 from fa_inductor.__main__ import load_target, main
 from fa_inductor.errors import OptionError
-from fa_inductor.report import collecting
+from fa_inductor.report import FusionReport, collecting
 
 ANY = {"kernel": "reference"}  # rewrite every recognised site, however small
 
@@ -177,7 +178,7 @@ def test_enable_under_somebody_elses_wrapper(monkeypatch: pytest.MonkeyPatch) ->
 def test_command_line_explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_INDUCTOR_KERNEL", "reference")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    assert main(["explain", "test_entry:tiny"]) == 0
+    assert main(["explain", "test_entry:tiny", "--profile"]) == 0
     assert "1 fused" in capsys.readouterr().out
     assert main(["explain", "test_entry:with_kwargs", "--json", "--dynamic"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["fused"] == 1
@@ -230,3 +231,40 @@ def test_import_is_lazy_and_complete() -> None:
         assert getattr(fa_inductor, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = fa_inductor.nothing
+
+
+def two_layers(q: Tensor) -> Tensor:
+    for _ in range(2):
+        q = torch.softmax(q @ q.transpose(-2, -1), dim=-1) @ q
+    return torch.softmax(q, 1)
+
+
+def test_a_profile_gives_each_site_its_time() -> None:
+    report = fa_inductor.explain(two_layers, profile=True, options=ANY)(torch.randn(2, 2, 64, 8))
+    assert [s.evidence for s in report.fused] == ["profiler shows its time"] * 2
+    assert all(s.milliseconds is not None and s.milliseconds > 0 for s in report.fused)
+    assert "ms in 2 sites" in str(report)
+    assert FusionReport.from_dict(json.loads(report.to_json())) == report
+
+
+def test_a_profile_on_the_cpu_kernel() -> None:
+    q = torch.randn(1, 2, 1024, 32)
+    with torch.no_grad():
+        report = fa_inductor.explain(plain, profile=True)(q)
+    (site,) = report.fused
+    assert site.evidence == "profiler shows its time"
+    assert site.milliseconds is not None
+
+
+def test_without_a_profile_only_the_choice_is_known() -> None:
+    report = fa_inductor.explain(returns_weights, options=ANY)(torch.randn(Q))
+    assert [(s.status, s.evidence) for s in report.sites] == [("rejected", "")]
+    (site,) = fa_inductor.explain(plain, options=ANY)(torch.randn(Q)).sites
+    assert (site.evidence, site.milliseconds) == ("selector chose it", None)
+
+
+def test_a_profile_that_sees_another_number_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "_times", lambda call: [1.0, 2.0])
+    report = fa_inductor.explain(plain, profile=True, options=ANY)(torch.randn(Q))
+    assert report.fused[0].milliseconds is None
+    assert "saw 2 attention kernels for 1 fused sites" in str(report)
