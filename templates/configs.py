@@ -107,8 +107,8 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (100, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
 }  # fmt: skip
 
-# Lean programs (Use.lean): rows that replace those above. They take 230 registers and more, and spill 32 to 900 bytes with
-# captures, dropout, a window or a length in the mask. Model (benchmarks/roofline.py): 1.15 to 3 times the rows above.
+# Lean programs (Use.lean): rows that replace those above. With captures, dropout, a window or a length in the mask most of them
+# spill, 8 to 900 bytes and more. Model (benchmarks/roofline.py), causal: 1.14 to 3 times the rows above; nothing was timed.
 _LEAN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (80, 2, 256, "dkdv"): _rows((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2)),
     (80, 2, 64, "dq"): _rows((128, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
