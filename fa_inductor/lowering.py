@@ -197,6 +197,8 @@ def _hopper_runs(o: Operands, problem: Problem, backward: bool = False) -> bool:
         with _disable_current_modes(), torch.no_grad():
             # As many keys as make it the kernel that will run: whether tiles end with the keys is compiled in.
             rows = 128 if problem.even_kv else 1
+            if (hint(o.extents[4]) or 0) > launch.SHORT:
+                rows += 4 * 128
             dims = (problem.qk_dim, problem.v_dim)
             k, v = (torch.zeros(1, 1, rows, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
             sizes, program = [1] * len(o.sizes), Program.of(o.spec, problem).spec.program

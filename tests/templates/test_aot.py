@@ -20,7 +20,7 @@ from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
 from fa_inductor.templates.sm90 import backward_launch
-from fa_inductor.templates.sm90.launch import CONFIGS
+from fa_inductor.templates.sm90.launch import config_of
 from tests.templates.families import BY_NAME
 
 pytest.importorskip("triton")
@@ -132,18 +132,19 @@ def test_programs(name: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "options"),
+    ("dims", "options", "keys"),
     [
-        ((64, 64), {}),
-        ((128, 128), {}),
-        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}),
-        ((128, 64), {"has_high": True}),
-        ((256, 256), {"has_high": True, "even": False}),
-        ((256, 128), {"has_high": True, "has_low": True}),
+        ((64, 64), {}, 4096),
+        ((128, 128), {}, 4096),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 4096),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 500),
+        ((128, 64), {"has_high": True}, 4096),
+        ((256, 256), {"has_high": True, "even": False}, 4096),
+        ((256, 128), {"has_high": True, "has_low": True}, 4096),
     ],
 )
-def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
-    found = compiled(GluonRequest(*dims, CONFIGS[dims[0]], **options))
+def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: int) -> None:
+    found = compiled(GluonRequest(*dims, config_of(dims[0], keys, "has_high" in options), **options))
     assert found["shared"] <= SHARED_LIMIT[90]
     assert found["instructions"]["wgmma"] > 0
     assert found["instructions"]["bulk_load"] > 0
