@@ -1,0 +1,127 @@
+"""One kernel that casts q, k and v of an attention to FP8 (e4m3), with a scale for each query and each block of keys.
+
+A scale is the largest finite magnitude of its query or block divided by 448, the largest number of e4m3, so nothing finite
+overflows; infinities become the largest number of their block, NaN stays NaN, and all zeros stay zeros.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def to_e4m3(x, ROUNDS: tl.constexpr):
+    """The nearest e4m3, saturated. ROUNDS: in float32 first, for the interpreter, whose cast loses carries."""
+    if ROUNDS:
+        size = tl.abs(x)
+        step = tl.maximum((size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 0.015625) * 1572864.0
+        size = tl.minimum((size + step) - step, 448.0)
+        x = tl.where(x < 0.0, -size, size)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def finite(x):
+    """The magnitude of x, 0 for what is not finite."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def rotated(x, N: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Each GROUP elements of the rows of x [N, DIM] times the normalised Hadamard matrix; 0: as they are. float32."""
+    if GROUP:
+        i = tl.arange(0, GROUP)
+        parity = i[:, None] & i[None, :]
+        parity = parity ^ (parity >> 8)
+        parity = parity ^ (parity >> 4)
+        parity = parity ^ (parity >> 2)
+        parity = (parity ^ (parity >> 1)) & 1
+        # Its entries, and so all products, are exact in the operands' dtype.
+        groups = tl.reshape(x, [N * DIM // GROUP, GROUP])
+        groups = tl.dot(groups, (1 - 2 * parity).to(x.dtype), input_precision="ieee") * (GROUP**-0.5)
+        x = tl.reshape(groups, [N, DIM])
+    return x.to(tl.float32)
+
+
+@triton.jit
+def cast_queries(
+    q, q8, q_scale, heads, q_len, index, tiles, qb, qh, qm, qd,
+    DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Tile ``index`` of Q8 and Q_SCALE."""
+    head = (index // tiles).to(tl.int64)
+    row = index % tiles * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, PAD)
+    inside = (row < q_len)[:, None] & (d < DIM)[None, :]
+    place = q + head // heads * qb + head % heads * qh + row.to(tl.int64)[:, None] * qm + d[None, :] * qd
+    x = rotated(tl.load(place, mask=inside, other=0.0), ROWS, PAD, GROUP)
+    top = tl.maximum(tl.max(finite(x), 1), 2.0**-50)
+    tl.store(q8 + (head * q_len + row)[:, None] * DIM + d[None, :], to_e4m3(x * (448.0 / top)[:, None], ROUNDS), mask=inside)
+    tl.store(q_scale + head * q_len + row, top * (1.0 / 448.0), mask=row < q_len)
+
+
+@triton.jit
+def cast_keys(
+    k, k8, k_scale, heads, kv_len, index, blocks, kb, kh, kn, kd,
+    DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Block ``index`` of K8 and K_SCALE."""
+    head = (index // blocks).to(tl.int64)
+    key = index % blocks * KEYS + tl.arange(0, KEYS)
+    d = tl.arange(0, PAD)
+    inside = (key < kv_len)[:, None] & (d < DIM)[None, :]
+    place = k + head // heads * kb + head % heads * kh + key.to(tl.int64)[:, None] * kn + d[None, :] * kd
+    x = rotated(tl.load(place, mask=inside, other=0.0), KEYS, PAD, GROUP)
+    top = tl.maximum(tl.max(finite(x)), 2.0**-50)
+    tl.store(k8 + (head * kv_len + key)[:, None] * DIM + d[None, :], to_e4m3(x * (448.0 / top), ROUNDS), mask=inside)
+    tl.store(k_scale + index, top * (1.0 / 448.0))
+
+
+@triton.jit
+def cast_values(
+    v, v8, v_scale, heads, kv_len, index, blocks, vb, vh, vn, vd,
+    DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, PERMUTE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Block ``index`` of V8 and V_SCALE."""
+    head = (index // blocks).to(tl.int64)
+    first = index % blocks * KEYS
+    key = first + tl.arange(0, KEYS)
+    d = tl.arange(0, PAD)
+    if PERMUTE:
+        # A thread holds scores of keys 2c, 2c + 1, 2c + 8, 2c + 9 of every 16, and takes weights 4c ... 4c + 3. The keys are
+        # read in the order in which they are written, so that the writes are side by side.
+        key = (key & -16) | ((key & 12) >> 1) | ((key & 2) << 2) | (key & 1)
+    inside = (key < kv_len)[:, None] & (d < DIM)[None, :]
+    place = v + head // heads * vb + head % heads * vh + key.to(tl.int64)[:, None] * vn + d[None, :] * vd
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    top = tl.maximum(tl.max(finite(x)), 2.0**-50)
+    row = v8 + (head * DIM + d)[:, None] * (blocks * KEYS).to(tl.int64) + (first + tl.arange(0, KEYS))[None, :]
+    tl.store(row, tl.trans(to_e4m3(x * (448.0 / top), ROUNDS)), mask=(d < DIM)[:, None])
+    tl.store(v_scale + index, top * (1.0 / 448.0))
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "q_len", "kv_len", "q_tiles", "q_programs", "kv_programs"])
+def quantise(
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, heads, kv_heads, q_len, kv_len, q_tiles, q_programs, kv_programs,
+    qb, qh, qm, qd, kb, kh, kn, kd, vb, vh, vn, vd,
+    QK_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Q [B, HQ, M, QK_DIM] -> Q8 of that shape, dense, and Q_SCALE [B, HQ, M] float32; K likewise, with K_SCALE
+    [B, HKV, ceil(N / KEYS)]; V [B, HKV, N, V_DIM] -> V8 [B, HKV, V_DIM, ceil(N / KEYS) * KEYS], zero in the padding.
+
+    GROUP: each so many elements of q and k times the normalised Hadamard matrix, which leaves q k^T as it is; a power of two
+    that divides QK_DIM, 0 for none. PERMUTE: the keys of V8 lie in the order in which wgmma takes FP8 weights from the registers
+    that hold the scores.
+    The first q_programs programs are for Q, ROWS queries each, the next kv_programs for K, KEYS keys each, the rest for V.
+    """
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(kv_len, KEYS)
+    if pid < q_programs:
+        cast_queries(q, q8, q_scale, heads, q_len, pid, q_tiles, qb, qh, qm, qd, QK_DIM, QK_PAD, ROWS, GROUP, ROUNDS)
+    elif pid < q_programs + kv_programs:
+        index = pid - q_programs
+        cast_keys(k, k8, k_scale, kv_heads, kv_len, index, blocks, kb, kh, kn, kd, QK_DIM, QK_PAD, KEYS, GROUP, ROUNDS)
+    else:
+        index = pid - q_programs - kv_programs
+        cast_values(v, v8, v_scale, kv_heads, kv_len, index, blocks, vb, vh, vn, vd, V_DIM, V_PAD, KEYS, PERMUTE, ROUNDS)

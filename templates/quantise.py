@@ -1,0 +1,105 @@
+"""FP8 operands of an attention: :func:`quantise` launches templates/common/quantise.py on tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_inductor.templates.rendering import Problem, padded_dim
+
+#: Keys that share a scale.
+SCALE_KEYS = 128
+#: The largest number of e4m3.
+E4M3_MAX = 448.0
+#: The least magnitude that a block is scaled for: products of scales stay within float32.
+TINY = 2.0**-50
+#: Most elements that are rotated together: the matrix and the tile fit the shared memory of sm_89.
+_MOST_ROTATED = 128
+#: Queries of a program.
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """q, k and v in e4m3.
+
+    Attributes:
+        q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], dense.
+        v: [B, Hkv, Dv, N rounded up to SCALE_KEYS], dense; zero behind N.
+        q_scale: [B, Hq, M] float32; k_scale, v_scale: [B, Hkv, ceil(N / SCALE_KEYS)] float32. A number times its scale is
+            the operand's.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.q_scale, self.k_scale, self.v_scale
+
+
+def empty(q: Tensor, k: Tensor, v: Tensor) -> Quantised:
+    """Uninitialised FP8 operands for q [B, Hq, M, Dqk], k [B, Hkv, N, Dqk], v [B, Hkv, N, Dv]."""
+    batch, kv_heads = k.shape[:2]
+    blocks = (k.shape[2] + SCALE_KEYS - 1) // SCALE_KEYS
+    e4m3, f32 = torch.float8_e4m3fn, torch.float32
+    return Quantised(
+        q.new_empty(q.shape, dtype=e4m3),
+        k.new_empty(k.shape, dtype=e4m3),
+        v.new_empty((batch, kv_heads, v.shape[3], blocks * SCALE_KEYS), dtype=e4m3),
+        q.new_empty(q.shape[:3], dtype=f32),
+        k.new_empty((batch, kv_heads, blocks), dtype=f32),
+        v.new_empty((batch, kv_heads, blocks), dtype=f32),
+    )
+
+
+def rotation(dim: int) -> int:
+    """How many elements of a head of ``dim`` elements are rotated together: a power of two that divides it."""
+    return min(dim & -dim, _MOST_ROTATED)
+
+
+def constants(qk_dim: int, v_dim: int, rotate: bool, permute: bool = False, rounds: bool = False) -> dict[str, Any]:
+    """The kernel's compile-time arguments."""
+    return {
+        "QK_DIM": qk_dim, "QK_PAD": padded_dim(qk_dim), "V_DIM": v_dim, "V_PAD": padded_dim(v_dim), "ROWS": ROWS,
+        "KEYS": SCALE_KEYS, "GROUP": rotation(qk_dim) if rotate else 0, "PERMUTE": permute, "ROUNDS": rounds,
+    }  # fmt: skip
+
+
+def warps(qk_dim: int, v_dim: int) -> int:
+    """Warps of a program: a block's elements fit their registers."""
+    return 16 if max(qk_dim, v_dim) > 128 else 8
+
+
+def quantise(q: Tensor, k: Tensor, v: Tensor, rotate: bool, permute: bool = False, rounds: bool = False) -> Quantised:
+    """q, k and v in FP8 by one kernel.
+
+    Args:
+        q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], v: [B, Hkv, N, Dv], bf16 or fp16, any strides.
+        rotate: each :func:`rotation` elements of q and k are multiplied with the normalised Hadamard matrix.
+        permute: v's keys lie in the order that the Hopper kernel wants.
+        rounds: for Triton's interpreter.
+    """
+    from fa_inductor.templates.common.quantise import quantise as kernel
+
+    made = empty(q, k, v)
+    batch, heads, rows, qk_dim = q.shape
+    kv_heads, v_dim = k.shape[1], v.shape[3]
+    q_tiles, blocks = -(-rows // ROWS), made.k_scale.shape[2]
+    q_programs, kv_programs = batch * heads * q_tiles, batch * kv_heads * blocks
+    kernel[(q_programs + 2 * kv_programs,)](
+        q, k, v, *made.tensors(), heads, kv_heads, rows, k.shape[2], q_tiles, q_programs, kv_programs,
+        *q.stride(), *k.stride(), *v.stride(), **constants(qk_dim, v_dim, rotate, permute, rounds), num_warps=warps(qk_dim, v_dim),
+    )  # fmt: skip
+    return made
+
+
+def fp8_problem(problem: Problem) -> Problem:
+    """What is known of the FP8 operands of a problem: they are dense, with rows of 16-byte multiples."""
+    return replace(problem, element=1, tma=problem.qk_dim % 16 == 0, wide_tile=False)
