@@ -44,7 +44,8 @@ class SiteReport:
     the graph node of the softmax (or of the site's last node), `source` the user's line as ``file:line: code``.
     `form` is for people ("causal, GQA 4:2, softcap"), `program` is the exact text the op carries. `template` is the
     kernel chosen, `reason` why the site stayed unfused, `near_misses` what other readings of the site stopped at.
-    `fused_already`: a declined site whose own code calls a fused kernel, which `strict` lets pass.
+    `fused_already`: a declined site whose own code calls a fused kernel, which `strict` lets pass. `fp8`: with that option, the
+    FP8 format that a fused site runs in, or "not FP8: " and why.
     """
 
     status: str
@@ -62,6 +63,7 @@ class SiteReport:
     backward: bool = False
     evidence: str = ""
     fused_already: bool = False
+    fp8: str = ""
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -76,9 +78,13 @@ class SiteReport:
         """One line: status, form, where, and the kernel or the reason."""
         what = f" [{self.form}]" if self.form else ""
         where = " at ".join(part for part in (self.where(), self.source) if part)
-        why = self.template if self.status == "fused" else self.reason
+        why = "; ".join(part for part in (self.template, self.fp8_text()) if part) if self.status == "fused" else self.reason
         shapes = " ".join(part for part in (self.shapes, self.dtype) if part)
         return f"{self.status}{what} {where}" + (f" ({shapes})" if shapes else "") + (f": {why}" if why else "")
+
+    def fp8_text(self) -> str:
+        """``FP8 e4m3``, ``not FP8: ...`` or nothing."""
+        return f"FP8 {self.fp8}" if self.fp8 and not self.fp8.startswith("not ") else self.fp8
 
     def where(self) -> str:
         """The node, with its graph and sub-graph, e.g. ``graph 0 wrap_body_0/softmax_1``."""
@@ -141,7 +147,7 @@ class FusionReport:
         """The sites as a table of about `width` columns. Sites that only differ by layer share a row."""
         groups: dict[tuple[Any, ...], list[SiteReport]] = {}
         for site in self.sites:
-            alike = (site.status, site.source, site.form, site.shapes, site.dtype, site.template, site.reason)
+            alike = (site.status, site.source, site.form, site.shapes, site.dtype, site.template, site.reason, site.fp8)
             groups.setdefault((*alike, site.backward), []).append(site)
         each = max(20, (width - 32) // 3)  # a file's path takes 8 more
         rows = []
@@ -149,7 +155,7 @@ class FusionReport:
             site = members[0]
             misses = [f"near miss: {miss}" for miss in site.near_misses]
             form = [site.form, " ".join(part for part in (site.shapes, site.dtype) if part)]
-            kernel = [site.template, "forward and backward" if site.backward else ""]
+            kernel = [site.template, site.fp8_text(), "forward and backward" if site.backward else ""]
             rows.append(
                 [
                     str(len(members)),

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from fa_inductor import cpu_export, ops
+from fa_inductor import cpu_export, fp8, ops
 from fa_inductor.expr import KV_IDX, Q_IDX
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
@@ -221,8 +221,8 @@ def _run_of(axes: Axes, want: Sequence[Axes]) -> Axes | None:
     return None
 
 
-def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
-    """Rewrite one site with the op run by ``kernel``; returns the spec the op carries.
+def apply(view: AtenView, match: AttentionMatch, kernel: str, fp8_format: str = "") -> AttentionSpec:
+    """Rewrite one site with the op run by ``kernel``, in FP8 where a format is given; returns the spec the op carries.
 
     Raises:
         RewriteError: nodes could not be built; the graph is unchanged.
@@ -231,7 +231,7 @@ def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
     anchor = match.holder.node if match.holder is not None else origin.node
     emitter = Emitter(view, match, anchor)
     try:
-        spec, result = _emit_op(emitter, match, kernel)
+        spec, result = _emit_op(emitter, match, kernel, fp8_format)
         leaves = _new_leaves(view, emitter, match, result, anchor)
         replacements = _leaf_replacements(anchor, leaves)
     except Exception as e:
@@ -245,7 +245,7 @@ def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
     return spec
 
 
-def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[AttentionSpec, fx.Node]:
+def _emit_op(em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str) -> tuple[AttentionSpec, fx.Node]:
     g = match.groups
     q = em.operand(match.q, (g["batch"], g["heads"], g["query"], g["qk"]), match.dtype)
     k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
@@ -258,7 +258,9 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
         captures.append(em.call(ops.dropout_seed, q))
     spec = replace(match.full_spec(), layout=_layout(match))
     _check_later_writes(em, [q, k, v, *captures])
-    if kernel == "reference in the graph":
+    if fp8_format:
+        op = em.call(fp8.fp8_attention, q, k, v, captures, sizes, spec.program, kernel, fp8_format)
+    elif kernel == "reference in the graph":
         op = em.call(cpu_export.reference_attention, q, k, v, captures, sizes, spec.program)
     elif kernel == "aten in the graph":
         op = em.call(cpu_export.attention, q, k, v, _mask(em, q, k, captures, sizes, spec), captures, sizes, spec.program)

@@ -1,0 +1,165 @@
+"""FP8 attention, for inference: its ops and what they compute, written with torch ops.
+
+``fp8_attention`` is ``flash_attention`` (:mod:`fa_inductor.ops`) on operands cast to e4m3, one scale for each query and for each
+block of keys; it has no gradient. ``format`` is ``e4m3``, or ``e4m3-rotated``: q and k are first multiplied with the normalised
+Hadamard matrix, which leaves their products as they are and spreads a dimension of large values over all of them. In a compiled
+graph on a GPU with FP8 units the kernels of :mod:`fa_inductor.templates` run; anything else computes :func:`rounded` operands'
+attention in float32, without rounding the weights.
+
+``fp8_operands`` casts (:mod:`fa_inductor.templates.quantise`), ``hopper_fp8_attention`` casts and runs the Gluon kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fa_inductor import ops, reference
+from fa_inductor.errors import ProgramError
+from fa_inductor.templates import quantise
+
+FORMATS = ("e4m3", "e4m3-rotated")
+
+_LIB = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
+_LIB.define(
+    "fp8_attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str program, str kernel, str format)"
+    " -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIB.define(
+    "fp8_operands(Tensor q, Tensor k, Tensor v, bool rotate)"
+    " -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_scale, Tensor k_scale, Tensor v_scale)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIB.define(
+    "hopper_fp8_attention(Tensor q, Tensor k, Tensor v, SymInt[] sizes, str program, bool rotate) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+fp8_attention = torch.ops.fa_inductor.fp8_attention.default
+fp8_operands = torch.ops.fa_inductor.fp8_operands.default
+hopper_fp8_attention = torch.ops.fa_inductor.hopper_fp8_attention.default
+
+
+def rotates(format: str) -> bool:
+    """Whether a format rotates q and k; raises ProgramError for one that is not known."""
+    if format not in FORMATS:
+        raise ProgramError(f"unknown FP8 format {format!r}; known are {', '.join(FORMATS)}")
+    return format == "e4m3-rotated"
+
+
+# ------------------------------------------------------------------------------------------------- what the casts compute
+def hadamard(dim: int) -> Tensor:
+    """The normalised Hadamard matrix [dim, dim] in float32; dim is a power of two."""
+    made = torch.ones(1, 1)
+    while made.shape[0] < dim:
+        made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
+    return made * dim**-0.5
+
+
+def _cast(x: Tensor, scale: Tensor) -> Tensor:
+    top = quantise.E4M3_MAX
+    return (x / scale).clamp(-top, top).to(torch.float8_e4m3fn)
+
+
+def _scale(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    size = x.abs()
+    finite = torch.where(size < torch.inf, size, 0.0)
+    return finite.amax(dims).clamp_min(quantise.TINY) / quantise.E4M3_MAX
+
+
+def cast_operands(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> quantise.Quantised:
+    """What :func:`fa_inductor.templates.quantise.quantise` computes."""
+    made = quantise.empty(q, k, v)
+    q, k, v = (t.float() for t in (q, k, v))
+    if rotate:
+        group = quantise.rotation(q.shape[3])
+        matrix = hadamard(group).to(q.device)
+        q, k = ((t.unflatten(-1, (-1, group)) @ matrix).flatten(-2) for t in (q, k))
+    block = quantise.SCALE_KEYS
+    blocks = made.k_scale.shape[2]
+    k, v = (torch.nn.functional.pad(t, (0, 0, 0, blocks * block - t.shape[2])).unflatten(2, (blocks, block)) for t in (k, v))
+    made.q_scale.copy_(_scale(q, (3,)))
+    made.k_scale.copy_(_scale(k, (3, 4)))
+    made.v_scale.copy_(_scale(v, (3, 4)))
+    made.q.copy_(_cast(q, made.q_scale[..., None]))
+    made.k.copy_(_cast(k, made.k_scale[..., None, None]).flatten(2, 3)[:, :, : made.k.shape[2]])
+    made.v.copy_(_cast(v, made.v_scale[..., None, None]).flatten(2, 3).transpose(2, 3))
+    return made
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) cast to FP8 and back, in float32; q and k still rotated."""
+    made = cast_operands(q, k, v, rotate)
+    block, keys = quantise.SCALE_KEYS, k.shape[2]
+    k_scale, v_scale = (s.repeat_interleave(block, 2)[:, :, :keys, None] for s in (made.k_scale, made.v_scale))
+    return (
+        made.q.float() * made.q_scale[..., None],
+        made.k.float() * k_scale,
+        made.v.float().transpose(2, 3)[:, :, :keys] * v_scale,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ kernels
+def _fp8_attention(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str, kernel: str, format: str
+) -> tuple[Tensor, Tensor]:
+    spec = ops.check_operands(q, k, v, captures, sizes, program, kernel)
+    with ops._own_context():
+        out, lse = reference.attention(*rounded(q, k, v, rotates(format)), captures, sizes, spec)
+        return reference.with_layout(out.to(q.dtype), spec.layout), lse
+
+
+def _fp8_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str, kernel: str, format: str
+) -> tuple[Tensor, Tensor]:
+    rotates(format)
+    return ops._flash_attention_fake(q, k, v, captures, sizes, program, kernel)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, ...]:
+    return cast_operands(q, k, v, rotate).tensors()
+
+
+def _operands_cuda(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, ...]:
+    with torch.cuda.device(q.device):
+        return quantise.quantise(q, k, v, rotate).tensors()
+
+
+def _operands_fake(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, ...]:
+    return quantise.empty(q, k, v).tensors()
+
+
+def _hopper(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, rotate: bool) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return ops._flash_attention(q, k, v, [], sizes, program, "reference")
+    from fa_inductor.templates.sm90.fp8_launch import attention
+
+    return attention(q, k, v, sizes, program, rotate)
+
+
+def _hopper_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, rotate: bool) -> tuple[Tensor, Tensor]:
+    return ops._flash_attention_fake(q, k, v, [], sizes, program, "triton")
+
+
+def _no_backward(ctx: Any, *_grads: Any) -> tuple:
+    raise NotImplementedError("fa_inductor::fp8_attention has no gradient: options={'fp8': ...} is for inference")
+
+
+_LIB.impl("fp8_attention", _fp8_attention, "CompositeExplicitAutograd")
+_LIB.impl("fp8_operands", _operands, "CompositeExplicitAutograd")
+_LIB.impl("fp8_operands", _operands_cuda, "CUDA")
+_LIB.impl("hopper_fp8_attention", _hopper, "CUDA")
+torch.library.register_fake(fp8_attention, _fp8_attention_fake, lib=_LIB)
+torch.library.register_fake(fp8_operands, _operands_fake, lib=_LIB)
+torch.library.register_fake(hopper_fp8_attention, _hopper_fake, lib=_LIB)
+torch.library.register_autograd(fp8_attention, _no_backward, lib=_LIB)
+
+
+@register_flop_formula([torch.ops.fa_inductor.fp8_attention, torch.ops.fa_inductor.hopper_fp8_attention])
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, out_shape: Any = None, **kw: Any) -> int:
+    return ops._products(q, k) * (q[3] + v[3])

@@ -1,0 +1,68 @@
+"""Run the cast and the general FP8 forward in Triton's interpreter and check them.
+
+A program of its own because TRITON_INTERPRET must be set before triton is first imported. The interpreter's cast to e4m3 loses
+carries and does not saturate; the kernels are asked to round in float32 first (``rounds``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+warnings.filterwarnings("ignore", category=RuntimeWarning)
+
+import torch  # noqa: E402
+
+from fa_inductor import fp8, reference  # noqa: E402
+from fa_inductor.templates import direct  # noqa: E402
+from fa_inductor.templates.configs import TileConfig  # noqa: E402
+from fa_inductor.templates.quantise import quantise  # noqa: E402
+from tests.templates import families  # noqa: E402
+
+SHAPE = (2, 4, 2, 37, 150, 32, 48)
+_BLOCK = torch.arange(256)
+#: Where the Hopper kernel wants each key of V.
+PLACE = (_BLOCK & -16) | ((_BLOCK & 6) << 1) | ((_BLOCK & 8) >> 2) | (_BLOCK & 1)
+
+
+def cast(dim: int, rotate: bool) -> None:
+    q, k, v = torch.randn(2, 4, 37, dim), torch.randn(2, 2, 150, dim) * 3, torch.randn(2, 150, 2, dim).transpose(1, 2)
+    k[0, 0, 3, 5], q[0, 0, 4], v[1, 1] = 300.0, 0.0, 0.0
+    if not rotate:  # a sum of infinities is none
+        v[0, 0, 3, 0], q[0, 1, 2, 1] = torch.inf, -torch.inf
+    ours = quantise(q, k, v, rotate, rounds=True)
+    want = fp8.cast_operands(q, k, v, rotate)
+    for got, true in zip(ours.tensors()[:3], want.tensors()[:3], strict=True):
+        # Scales and the rotation's sums differ in their last bit, and so do a few roundings.
+        differ = (got.float() != true.float()).float().mean()
+        assert differ < 1e-3, (dim, rotate, differ)
+    for got, true in zip(ours.tensors()[3:], want.tensors()[3:], strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-5, atol=0.0)
+    moved = quantise(q, k, v, rotate, permute=True, rounds=True)
+    assert torch.equal(moved.v.float()[..., PLACE], ours.v.float())
+
+
+def forward(name: str, rotate: bool, tma: bool) -> None:
+    family = families.BY_NAME[name].with_shape(*SHAPE)
+    o = families.draw(family, torch.float32, "cpu")
+    o.v[:, :, 128:] *= 50.0  # blocks of V with very different scales
+    sizes, spec = family.sizes, family.spec()
+    tile = TileConfig(32, 32, 4, 1, tma=tma)
+    out, lse = direct.fp8_forward(o.q, o.k, o.v, o.captures, sizes, spec, tile, rotate=rotate, rounds=True)
+    true, true_lse = reference.attention(*fp8.rounded(o.q, o.k, o.v, rotate), o.captures, sizes, spec)
+    # The weights alone are rounded besides.
+    assert families.error(out, true) < 0.03, (name, rotate, families.error(out, true))
+    assert families.error(lse, true_lse) < 1e-5, (name, rotate, families.error(lse, true_lse))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for dim in (32, 96, 256):
+        for rotate in (False, True):
+            cast(dim, rotate)
+    for name in sys.argv[1:]:
+        forward(name, rotate=False, tma=False)
+        forward(name, rotate=True, tma=True)
+    print("right")

@@ -1,0 +1,74 @@
+"""The cast to FP8 and the FP8 kernels on a machine without a GPU: values in the interpreter, compiles for every architecture."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks._aot import SHARED_LIMIT, CastRequest, GluonRequest, compiled, render, request
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import tiles
+from fa_inductor.templates.program import Program
+from fa_inductor.templates.quantise import fp8_problem
+from fa_inductor.templates.rendering import Problem
+from fa_inductor.templates.sm90.fp8_launch import CONFIGS
+
+pytest.importorskip("triton")
+
+CAUSAL = "attention(score=where(q_idx >= kv_idx, score * 0.088, -inf))"
+#: The configurations' architecture of each compute capability.
+ARCHITECTURES = {89: 80, 90: 90, 100: 100, 120: 80}
+
+
+def test_values() -> None:
+    names = ["causal", "softcap_bias", "padding_causal_finfo", "sinks_window", "run_time_sizes"]
+    command = [sys.executable, "-m", "tests.templates.interpret_fp8", *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+def test_default_configuration(arch: int, dim: int) -> None:
+    problem = fp8_problem(Problem(dim, dim, 1))
+    table = ARCHITECTURES[arch]
+    config = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), problem), problem, table, "forward")[0]
+    report = compiled(request(arch, render(CAUSAL, problem, "fp8", config)))
+    found = report["instructions"]
+    kind = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync")
+    assert found["fp8"] == found[kind] > 0
+    assert found["bulk_load"] > 0 or table == 80
+    assert report["shared"] <= SHARED_LIMIT[arch]
+    assert found["trap"] == report["stack"] == report["local"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ((64, 64), {"has_high": True}),
+        ((128, 128), {}),
+        ((128, 128), {"has_high": True}),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}),
+        ((256, 256), {"has_high": True, "even": False}),
+        ((256, 128), {"has_high": True, "has_low": True}),
+    ],
+)
+def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
+    found = compiled(GluonRequest(*dims, CONFIGS[dims[0]], **options))
+    assert found["shared"] <= SHARED_LIMIT[90]
+    assert found["instructions"]["fp8"] == found["instructions"]["wgmma"] > 0
+    assert found["instructions"]["bulk_load"] > 0
+    assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
+    # Weights written into registers that a running product still reads would make ptxas wait for each product.
+    assert "serialized" not in found["assembler"], found["assembler"]
+    assert found["stack"] == found["local"] == 0
+
+
+@pytest.mark.parametrize(("arch", "dim", "rotate"), [(89, 128, True), (90, 128, False), (90, 256, True), (100, 64, True)])
+def test_cast(arch: int, dim: int, rotate: bool) -> None:
+    found = compiled(CastRequest(arch, dim, rotate))
+    assert found["shared"] <= SHARED_LIMIT[arch]
+    assert found["instructions"]["saturating_cast"] > 0
+    assert found["instructions"]["trap"] == found["stack"] == found["local"] == 0

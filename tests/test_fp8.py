@@ -1,0 +1,187 @@
+"""FP8 attention without a GPU: what the casts compute, the op, and who gets FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_inductor import fp8
+from fa_inductor.config import Options
+from fa_inductor.errors import ProgramError
+from fa_inductor.report import SiteReport
+from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates import quantise, select
+from fa_inductor.templates.select import Request, Supported, Unsupported
+from tests.compiling import Fusing, fuse
+
+PROGRAM = "attention(score=where(kv_idx <= q_idx, score * 0.125, -inf))"
+TOP = quantise.E4M3_MAX
+
+
+def operands(queries: int = 600, keys: int = 600, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(2, h, n, dim, dtype=dtype) for h, n in ((4, queries), (2, keys), (2, keys))]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+# ------------------------------------------------------------------------------------------------------------------- casts
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_cast_rounds_to_e4m3(rotate: bool) -> None:
+    q, k, v = operands(70, 150)
+    q8, k8, v8 = fp8.rounded(q, k, v, rotate)
+    # Half a unit in the last of four significant bits at most, a third of that on average.
+    assert 0.02 < relative(v8, v) < 0.03
+    if rotate:
+        assert relative(q8, q) > 0.5
+        matrix = fp8.hadamard(64)
+        q8, k8 = q8 @ matrix, k8 @ matrix
+    assert 0.02 < relative(q8, q) < 0.03
+    assert 0.02 < relative(k8, k) < 0.03
+
+
+def test_rotations_keep_products() -> None:
+    for dim, group in ((64, 64), (96, 32), (256, 128), (80, 16)):
+        assert quantise.rotation(dim) == group
+        matrix = fp8.hadamard(group).double()
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(group, dtype=torch.float64))
+
+
+def test_scales_are_of_queries_and_of_blocks_of_keys() -> None:
+    q, k, v = operands(70, 150)
+    made = fp8.cast_operands(q, k, v, False)
+    assert made.q_scale.shape == (2, 4, 70)
+    assert made.k_scale.shape == made.v_scale.shape == (2, 2, 2)
+    assert made.v.shape == (2, 2, 64, 256)
+    assert not made.v[..., 150:].float().any()
+    torch.testing.assert_close(made.q_scale, q.float().abs().amax(3) / TOP)
+    torch.testing.assert_close(made.k_scale[..., 1], k[:, :, 128:].float().abs().amax((2, 3)) / TOP)
+    assert made.k.float().abs().amax() == TOP
+
+
+def test_nothing_finite_overflows() -> None:
+    q, k, v = operands(8, 8, dtype=torch.float32)
+    q[0, 0, 0, 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = 3e38, -3e38, 3e38
+    q[0, 1], v[1, 1] = 0.0, 0.0
+    for t in fp8.cast_operands(q, k, v, False).tensors():
+        assert torch.isfinite(t.float()).all()
+    q8, _, v8 = fp8.rounded(q, k, v, False)
+    assert not q8[0, 1].any()
+    assert not v8[1, 1].any()
+
+
+def test_infinities_saturate_and_nan_stays() -> None:
+    q, k, v = operands(8, 8, dtype=torch.float32)
+    v[0, 0, 3, 5], v[0, 0, 4, 5], v[0, 0, 5, 5] = torch.inf, -torch.inf, torch.nan
+    _, _, v8 = fp8.rounded(q, k, v, False)
+    top = v[0, 0][torch.isfinite(v[0, 0])].abs().max()
+    torch.testing.assert_close(v8[0, 0, 3:5, 5], torch.stack([top, -top]))
+    assert v8[0, 0, 5, 5].isnan()
+
+
+# ---------------------------------------------------------------------------------------------------------------------- op
+@pytest.mark.parametrize("format", fp8.FORMATS)
+def test_op(format: str) -> None:
+    q, k, v = operands(150, 150)
+    out, lse = fp8.fp8_attention(q, k, v, [], [], PROGRAM, "reference", format)
+    assert out.dtype == q.dtype
+    exact = torch.ops.fa_inductor.flash_attention(q.double(), k.double(), v.double(), [], [], PROGRAM, "reference")
+    assert 1e-3 < relative(out, exact[0]) < 0.06
+    assert relative(lse, exact[1]) < 0.01
+    torch.library.opcheck(fp8.fp8_attention, (q, k, v, [], [], PROGRAM, "reference", format), test_utils="test_faketensor")
+    torch.library.opcheck(fp8.fp8_operands, (q, k, v, format == fp8.FORMATS[1]), test_utils="test_faketensor")
+
+
+def test_op_refuses_gradients_and_unknown_formats() -> None:
+    q, k, v = operands(8, 8)
+    with pytest.raises(ProgramError, match="unknown FP8 format 'e5m2'"):
+        fp8.fp8_attention(q, k, v, [], [], PROGRAM, "reference", "e5m2")
+    out, _ = fp8.fp8_attention(q.requires_grad_(), k, v, [], [], PROGRAM, "reference", "e4m3")
+    with pytest.raises(NotImplementedError, match="is for inference"):
+        out.float().sum().backward()
+
+
+# --------------------------------------------------------------------------------------------------------- option and report
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    return torch.softmax(q @ k.transpose(-1, -2) * 0.125, -1) @ v
+
+
+def site(fn: Callable, inputs: list[Tensor], grad: bool = False, **options: Any) -> tuple[SiteReport, Tensor]:
+    compiled, backend = fuse(fn, Fusing(Options(**{"kernel": "reference", **options})))
+    with torch.set_grad_enabled(grad):
+        out = compiled(*inputs)
+    (found,) = backend.report.sites
+    return found, out
+
+
+def test_end_to_end() -> None:
+    inputs = operands()
+    plain, exact = site(attention, inputs)
+    assert plain.fp8 == ""
+    assert "FP8" not in str(plain)
+    for format in fp8.FORMATS:
+        found, out = site(attention, inputs, fp8=format, strict=True)
+        assert found.status == "fused"
+        assert found.fp8 == format
+        assert f"FP8 {format}" in str(found)
+        assert 1e-3 < relative(out, exact) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float32}, "operands are float32"),
+        ({"dim": 40}, "head_dim 40"),
+        ({"dim": 16}, "head_dim 16"),
+        ({"queries": 64}, "64 queries: below 512"),
+        ({"keys": 64}, "64 keys: below 512"),
+    ],
+)
+def test_what_cannot_runs_as_without(change: dict[str, Any], reason: str) -> None:
+    inputs = operands(**change)
+    _, exact = site(attention, inputs)
+    torch._dynamo.reset()
+    found, out = site(attention, inputs, fp8="e4m3")
+    assert found.status == "fused"
+    assert found.fp8.startswith("not FP8: ")
+    assert reason in found.fp8
+    assert torch.equal(out, exact)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="(?s)StrictModeError.*stayed out of FP8.*" + reason):
+        site(attention, inputs, fp8="e4m3", strict=True)
+
+
+def test_training_and_cpu() -> None:
+    inputs = [t.requires_grad_() for t in operands()]
+    found, out = site(attention, inputs, grad=True, fp8="e4m3")
+    assert found.fp8 == "not FP8: gradients are wanted, and FP8 attention has none"
+    out.float().sum().backward()
+    torch._dynamo.reset()
+    found, _ = site(attention, operands(), kernel="auto", fp8="e4m3")
+    assert found.fp8 == "not FP8: operands are on cpu"
+
+
+# --------------------------------------------------------------------------------------------------------------- selection
+REQUEST = Request(AttentionSpec.parse(PROGRAM), "bfloat16", 128, 128, (9, 0), keys=4096, queries=4096, heads=64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "template"),
+    [((8, 9), "sm89-pointer-fp8"), ((9, 0), select.HOPPER_FP8), ((10, 0), "sm100-tma-fp8"), ((12, 0), "sm120-pointer-fp8")],
+)
+def test_architectures(capability: tuple[int, int], template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
+    assert select.fp8_supports(replace(REQUEST, capability=capability)) == Supported(template)
+    assert select.fp8_supports(replace(REQUEST, capability=(9, 0), general=True)) == Supported("sm90-tma-fp8")
+    for old in ((7, 5), (8, 0), (8, 6)):
+        answer = select.fp8_supports(replace(REQUEST, capability=old))
+        assert isinstance(answer, Unsupported)
+        assert "has no FP8 units" in answer.reason
