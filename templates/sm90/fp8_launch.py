@@ -153,14 +153,16 @@ def attention(
         return prepared(quantise(q, k, v, rotate, permute=True))
 
 
-def prepare(small: Quantised, dtype: torch.dtype, sizes: Sequence[int], program: str) -> Fp8Forward:
-    """The kernel of a program with its default tiles; raises ValueError for a program without a form."""
+def prepare(
+    small: Quantised, dtype: torch.dtype, sizes: Sequence[int], program: str, config: Fp8Config | None = None
+) -> Fp8Forward:
+    """The kernel of a program, by default with its own tiles; raises ValueError for a program without a form."""
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
     if isinstance(form, str):
         raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
     low, high = form.band(small.q.shape[2], small.k.shape[2], sizes)
     return Fp8Forward(
-        small, dtype, CONFIGS[padded(small.q.shape[3])], scale=form.scale, low=low, high=high, softcap=form.softcap,
+        small, dtype, config or CONFIGS[padded(small.q.shape[3])], scale=form.scale, low=low, high=high, softcap=form.softcap,
         layout=spec.layout, dead_zero=spec.dead_rows == "zero",
     )  # fmt: skip

@@ -93,6 +93,13 @@ def unpack(words, KEYS: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def moved(words):
+    """The same words in other registers. The weights of a tile are computed while a product reads those of the tile before;
+    ptxas serialises every product of a kernel that writes them where those are, so they are moved there once it is done."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def softmax(
     s, m, denom, factor, scale, v_top, v_scale, row_first, n, kv_len, low, high,
     EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
@@ -167,8 +174,7 @@ def step(
         EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, P_LAYOUT,
     )  # fmt: skip
     done = warpgroup_mma_wait(0, deps=[o_token])
-    # Only now may registers change that the product reads; ptxas serialises everything where the next weights go there before.
-    p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=gl.int32, is_pure=False, pack=1)
+    p = moved(p)
     mbarrier.arrive(v_empty.index(before))
     if TWO_LEVELS:
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None] + done

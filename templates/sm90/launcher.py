@@ -48,7 +48,8 @@ class DescriptorForm:
 
         block = (*[1] * (like.dim() - len(tile)), *tile)
         # A dimension of one element may have any stride; TMA wants multiples of 16 bytes.
-        strides = [s if n > 1 else max(8, 16 // like.element_size()) for n, s in zip(like.shape[:-1], like.stride()[:-1], strict=True)]
+        free = max(8, 16 // like.element_size())
+        strides = [s if n > 1 else free for n, s in zip(like.shape[:-1], like.stride()[:-1], strict=True)]
         self._type = TensorDescriptor
         made = TensorDescriptor(like, list(like.shape), [*strides, 1], list(block), _layout(block, like.dtype))
         self._fields = {**vars(made), "base": None}
