@@ -44,60 +44,60 @@ def rotated(x, N: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def cast_queries(
-    q, q8, q_scale, heads, q_len, index, tiles, qb, qh, qm, qd,
-    DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, ROUNDS: tl.constexpr,
+def store_queries(
+    x, q8, q_scale, head, row, q_len, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``index`` of Q8 and Q_SCALE."""
-    head = (index // tiles).to(tl.int64)
-    row = index % tiles * ROWS + tl.arange(0, ROWS)
+    """The queries x [ROWS, PAD], at ``row`` [ROWS] of ``head``, into Q8 [heads, q_len, DIM] and Q_SCALE [heads, q_len]."""
     d = tl.arange(0, PAD)
-    inside = (row < q_len)[:, None] & (d < DIM)[None, :]
-    place = q + head // heads * qb + head % heads * qh + row.to(tl.int64)[:, None] * qm + d[None, :] * qd
-    x = rotated(tl.load(place, mask=inside, other=0.0), ROWS, PAD, GROUP)
+    x = rotated(x, ROWS, PAD, GROUP)
     top = tl.maximum(tl.max(finite(x), 1), 2.0**-50)
+    inside = (row < q_len)[:, None] & (d < DIM)[None, :]
     tl.store(q8 + (head * q_len + row)[:, None] * DIM + d[None, :], to_e4m3(x * (448.0 / top)[:, None], ROUNDS), mask=inside)
     tl.store(q_scale + head * q_len + row, top * (1.0 / 448.0), mask=row < q_len)
 
 
 @triton.jit
-def cast_keys(
-    k, k8, k_scale, heads, kv_len, index, blocks, kb, kh, kn, kd,
-    DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ROUNDS: tl.constexpr,
+def store_keys(
+    x, k8, k_scale, head, block, kv_len, DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Block ``index`` of K8 and K_SCALE."""
-    head = (index // blocks).to(tl.int64)
-    key = index % blocks * KEYS + tl.arange(0, KEYS)
+    """The keys x [KEYS, PAD] of ``block``, zero behind the last, into K8 [heads, kv_len, DIM] and K_SCALE [heads, blocks]."""
     d = tl.arange(0, PAD)
-    inside = (key < kv_len)[:, None] & (d < DIM)[None, :]
-    place = k + head // heads * kb + head % heads * kh + key.to(tl.int64)[:, None] * kn + d[None, :] * kd
-    x = rotated(tl.load(place, mask=inside, other=0.0), KEYS, PAD, GROUP)
+    key = block * KEYS + tl.arange(0, KEYS)
+    x = rotated(x, KEYS, PAD, GROUP)
     top = tl.maximum(tl.max(finite(x)), 2.0**-50)
+    inside = (key < kv_len)[:, None] & (d < DIM)[None, :]
     tl.store(k8 + (head * kv_len + key)[:, None] * DIM + d[None, :], to_e4m3(x * (448.0 / top), ROUNDS), mask=inside)
-    tl.store(k_scale + index, top * (1.0 / 448.0))
+    tl.store(k_scale + head * tl.cdiv(kv_len, KEYS) + block, top * (1.0 / 448.0))
 
 
 @triton.jit
-def cast_values(
-    v, v8, v_scale, heads, kv_len, index, blocks, vb, vh, vn, vd,
-    DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, PERMUTE: tl.constexpr, ROUNDS: tl.constexpr,
+def store_values(
+    x, v8, v_scale, head, block, kv_len, DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, PERMUTE: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Block ``index`` of V8 and V_SCALE."""
-    head = (index // blocks).to(tl.int64)
-    first = index % blocks * KEYS
-    key = first + tl.arange(0, KEYS)
+    """The values x [KEYS, PAD] of ``block``, zero behind the last, into V8 [heads, DIM, blocks * KEYS] and V_SCALE."""
     d = tl.arange(0, PAD)
-    if PERMUTE:
-        # A thread holds scores of keys 2c, 2c + 1, 2c + 8, 2c + 9 of every 16, and takes weights 4c ... 4c + 3. The keys are
-        # read in the order in which they are written, so that the writes are side by side.
-        key = (key & -16) | ((key & 12) >> 1) | ((key & 2) << 2) | (key & 1)
-    inside = (key < kv_len)[:, None] & (d < DIM)[None, :]
-    place = v + head // heads * vb + head % heads * vh + key.to(tl.int64)[:, None] * vn + d[None, :] * vd
-    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    blocks = tl.cdiv(kv_len, KEYS)
+    x = x.to(tl.float32)
     top = tl.maximum(tl.max(finite(x)), 2.0**-50)
-    row = v8 + (head * DIM + d)[:, None] * (blocks * KEYS).to(tl.int64) + (first + tl.arange(0, KEYS))[None, :]
-    tl.store(row, tl.trans(to_e4m3(x * (448.0 / top), ROUNDS)), mask=(d < DIM)[:, None])
-    tl.store(v_scale + index, top * (1.0 / 448.0))
+    small = tl.trans(to_e4m3(x * (448.0 / top), ROUNDS))
+    if PERMUTE:
+        # A thread holds scores of keys 2c, 2c + 1, 2c + 8, 2c + 9 of every 16, and takes weights 4c ... 4c + 3.
+        small = tl.reshape(tl.permute(tl.reshape(small, [PAD, KEYS // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [PAD, KEYS])
+    place = (head * DIM + d)[:, None] * (blocks * KEYS).to(tl.int64) + (block * KEYS + tl.arange(0, KEYS))[None, :]
+    tl.store(v8 + place, small, mask=(d < DIM)[:, None])
+    tl.store(v_scale + head * blocks + block, top * (1.0 / 448.0))
+
+
+@triton.jit
+def tile(x, head, heads, row, length, xb, xh, xm, xd, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Rows of a head of X [B, heads, length, DIM], zero outside of it."""
+    d = tl.arange(0, PAD)
+    inside = (row < length)[:, None] & (d < DIM)[None, :]
+    place = x + head // heads * xb + head % heads * xh + row.to(tl.int64)[:, None] * xm + d[None, :] * xd
+    return tl.load(place, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "q_len", "kv_len", "q_tiles", "q_programs", "kv_programs"])
@@ -116,12 +116,20 @@ def quantise(
     The first q_programs programs are for Q, ROWS queries each, the next kv_programs for K, KEYS keys each, the rest for V.
     """
     pid = tl.program_id(0)
-    blocks = tl.cdiv(kv_len, KEYS)
     if pid < q_programs:
-        cast_queries(q, q8, q_scale, heads, q_len, pid, q_tiles, qb, qh, qm, qd, QK_DIM, QK_PAD, ROWS, GROUP, ROUNDS)
-    elif pid < q_programs + kv_programs:
-        index = pid - q_programs
-        cast_keys(k, k8, k_scale, kv_heads, kv_len, index, blocks, kb, kh, kn, kd, QK_DIM, QK_PAD, KEYS, GROUP, ROUNDS)
+        head = (pid // q_tiles).to(tl.int64)
+        query = pid % q_tiles * ROWS + tl.arange(0, ROWS)
+        x = tile(q, head, heads, query, q_len, qb, qh, qm, qd, QK_DIM, QK_PAD)
+        store_queries(x, q8, q_scale, head, query, q_len, QK_DIM, QK_PAD, ROWS, GROUP, ROUNDS)
     else:
-        index = pid - q_programs - kv_programs
-        cast_values(v, v8, v_scale, kv_heads, kv_len, index, blocks, vb, vh, vn, vd, V_DIM, V_PAD, KEYS, PERMUTE, ROUNDS)
+        blocks = tl.cdiv(kv_len, KEYS)
+        index = (pid - q_programs) % kv_programs
+        head = (index // blocks).to(tl.int64)
+        block = index % blocks
+        key = block * KEYS + tl.arange(0, KEYS)
+        if pid < q_programs + kv_programs:
+            y = tile(k, head, kv_heads, key, kv_len, kb, kh, kn, kd, QK_DIM, QK_PAD)
+            store_keys(y, k8, k_scale, head, block, kv_len, QK_DIM, QK_PAD, KEYS, GROUP, ROUNDS)
+        else:
+            z = tile(v, head, kv_heads, key, kv_len, vb, vh, vn, vd, V_DIM, V_PAD)
+            store_values(z, v8, v_scale, head, block, kv_len, V_DIM, V_PAD, KEYS, PERMUTE, ROUNDS)
