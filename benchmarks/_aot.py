@@ -244,11 +244,12 @@ def compile_kernel(request: Request) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CastRequest:
-    """The kernel that casts q, k and v of one head dim to FP8, for an architecture."""
+    """The kernel that casts q, k and v of one head dim to FP8, or that projects to them, for an architecture."""
 
     arch: int
     dim: int
     rotate: bool
+    projects: bool = False
 
 
 def compile_cast(request: CastRequest) -> dict[str, Any]:
@@ -256,20 +257,30 @@ def compile_cast(request: CastRequest) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fa_inductor.templates.common.quantise import quantise as kernel
+    from fa_inductor.templates import projection
+    from fa_inductor.templates.common.projection import project
+    from fa_inductor.templates.common.quantise import quantise as cast
 
-    types = dict.fromkeys("qkv", "*bf16") | dict.fromkeys(("q8", "k8", "v8"), "*fp8e4nv")
-    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
-    constants = quantise.constants(request.dim, request.dim, request.rotate) | {"qd": 1, "kd": 1, "vd": 1}
+    types = dict.fromkeys(("q8", "k8", "v8"), "*fp8e4nv") | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
+    dim, rotate = request.dim, request.rotate
+    if request.projects:
+        kernel, strides = project, ("features", "xb", "xm", "q_row", "k_row", "v_row")
+        types |= dict.fromkeys(("x", "wq", "wk", "wv", "bq", "bk", "bv"), "*bf16")
+        constants = projection.constants(dim, dim, rotate, bias=True, tma=request.arch in (90, 100))
+        options = projection.options(dim, dim)
+    else:
+        kernel, strides = cast, ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn")
+        types |= dict.fromkeys("qkv", "*bf16")
+        constants = quantise.constants(dim, dim, rotate) | {"qd": 1, "kd": 1, "vd": 1}
+        options = {"num_warps": quantise.warps(dim, dim)}
     names = kernel.arg_names
-    aligned = [*types, *(n for n in names if len(n) == 2 and n not in constants and n not in types)]
+    aligned = [*types, *strides]
     source = ASTSource(
         fn=kernel,
         signature={n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
         constexprs={(names.index(n),): x for n, x in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    options = {"num_warps": quantise.warps(request.dim, request.dim)}
     return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
 
 

@@ -91,6 +91,12 @@ class Options:
         "'e4m3' computes attention in FP8 where no gradient is wanted and the GPU multiplies it, 'e4m3-rotated' does so after a "
         "Hadamard rotation of q and k, which spreads outliers; where a site does not, the report says why and strict raises",
     )
+    fp8_projection: bool = _option(
+        False,
+        _bool,
+        "with fp8, compute q, k and v where they are plain linear layers of the same hidden states by a kernel that casts them at "
+        "once; its speed beside the library's product and a cast was not measured",
+    )
     log_level: str | None = _option(
         None,
         _choice(LOG_LEVELS, optional=True),

@@ -7,6 +7,9 @@ graph on a GPU with FP8 units the kernels of :mod:`fa_inductor.templates` run; a
 attention in float32, without rounding the weights.
 
 ``fp8_operands`` casts (:mod:`fa_inductor.templates.quantise`), ``hopper_fp8_attention`` casts and runs the Gluon kernel.
+``fp8_projected_...`` are the same from hidden states x [B, L, features]: q, k and v are linear layers of them, with ``weights``
+[heads * head_dim, features] and ``biases`` (one each, or none), and are cast where they are computed
+(:mod:`fa_inductor.templates.projection`).
 """
 
 from __future__ import annotations
@@ -40,9 +43,28 @@ _LIB.define(
     tags=(torch.Tag.flexible_layout,),
 )
 
+_LAYERS = "Tensor x, Tensor[] weights, Tensor[] biases, int heads, int kv_heads"
+_LIB.define(
+    f"fp8_projected_attention({_LAYERS}, Tensor[] captures, SymInt[] sizes, str program, str kernel, str format)"
+    " -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIB.define(
+    f"fp8_projected_operands({_LAYERS}, bool rotate)"
+    " -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_scale, Tensor k_scale, Tensor v_scale)",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIB.define(
+    f"hopper_fp8_projected_attention({_LAYERS}, SymInt[] sizes, str program, bool rotate) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.flexible_layout,),
+)
+
 fp8_attention = torch.ops.fa_inductor.fp8_attention.default
 fp8_operands = torch.ops.fa_inductor.fp8_operands.default
 hopper_fp8_attention = torch.ops.fa_inductor.hopper_fp8_attention.default
+fp8_projected_attention = torch.ops.fa_inductor.fp8_projected_attention.default
+fp8_projected_operands = torch.ops.fa_inductor.fp8_projected_operands.default
+hopper_fp8_projected_attention = torch.ops.fa_inductor.hopper_fp8_projected_attention.default
 
 
 def rotates(format: str) -> bool:
@@ -146,6 +168,71 @@ def _hopper_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str
     return ops._flash_attention_fake(q, k, v, [], sizes, program, "triton")
 
 
+# ------------------------------------------------------------------------------------------------------- from hidden states
+def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], heads: int, kv_heads: int) -> list[Tensor]:
+    """q, k and v [B, heads, L, head_dim] of hidden states."""
+    made = []
+    for i, (weight, n) in enumerate(zip(weights, (heads, kv_heads, kv_heads), strict=True)):
+        y = torch.nn.functional.linear(x, weight, biases[i] if biases else None)
+        made.append(y.unflatten(-1, (n, -1)).transpose(1, 2))
+    return made
+
+
+def _projected_attention(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, captures: list[Tensor], sizes: list[int],
+    program: str, kernel: str, format: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    with ops._own_context():
+        q, k, v = projected(x, weights, biases, heads, kv_heads)
+    return _fp8_attention(q, k, v, captures, sizes, program, kernel, format)
+
+
+def _projected_attention_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, captures: list[Tensor], sizes: list[int],
+    program: str, kernel: str, format: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _fp8_attention_fake(*projected(x, weights, biases, heads, kv_heads), captures, sizes, program, kernel, format)
+
+
+def _projected_operands(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, rotate: bool
+) -> tuple[Tensor, ...]:
+    return cast_operands(*projected(x, weights, biases, heads, kv_heads), rotate).tensors()
+
+
+def _projected_operands_cuda(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, rotate: bool
+) -> tuple[Tensor, ...]:
+    from fa_inductor.templates.projection import project
+
+    with torch.cuda.device(x.device):
+        return project(x, weights, biases, heads, kv_heads, rotate).tensors()
+
+
+def _projected_operands_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, rotate: bool
+) -> tuple[Tensor, ...]:
+    return quantise.empty(*projected(x, weights, biases, heads, kv_heads)).tensors()
+
+
+def _hopper_projected(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, sizes: list[int], program: str, rotate: bool
+) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0:
+        return _hopper(*projected(x, weights, biases, heads, kv_heads), sizes, program, rotate)
+    from fa_inductor.templates.projection import project
+    from fa_inductor.templates.sm90.fp8_launch import attend
+
+    with torch.cuda.device(x.device):
+        return attend(project(x, weights, biases, heads, kv_heads, rotate, permute=True), x.dtype, sizes, program)
+
+
+def _hopper_projected_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, sizes: list[int], program: str, rotate: bool
+) -> tuple[Tensor, Tensor]:
+    return _hopper_fake(*projected(x, weights, biases, heads, kv_heads), sizes, program, rotate)
+
+
 def _no_backward(ctx: Any, *_grads: Any) -> tuple:
     raise NotImplementedError("fa_inductor::fp8_attention has no gradient: options={'fp8': ...} is for inference")
 
@@ -157,6 +244,14 @@ _LIB.impl("hopper_fp8_attention", _hopper, "CUDA")
 torch.library.register_fake(fp8_attention, _fp8_attention_fake, lib=_LIB)
 torch.library.register_fake(fp8_operands, _operands_fake, lib=_LIB)
 torch.library.register_fake(hopper_fp8_attention, _hopper_fake, lib=_LIB)
+_LIB.impl("fp8_projected_attention", _projected_attention, "CompositeExplicitAutograd")
+_LIB.impl("fp8_projected_operands", _projected_operands, "CompositeExplicitAutograd")
+_LIB.impl("fp8_projected_operands", _projected_operands_cuda, "CUDA")
+_LIB.impl("hopper_fp8_projected_attention", _hopper_projected, "CUDA")
+torch.library.register_fake(fp8_projected_attention, _projected_attention_fake, lib=_LIB)
+torch.library.register_fake(fp8_projected_operands, _projected_operands_fake, lib=_LIB)
+torch.library.register_fake(hopper_fp8_projected_attention, _hopper_projected_fake, lib=_LIB)
+torch.library.register_autograd(fp8_projected_attention, _no_backward, lib=_LIB)
 torch.library.register_autograd(fp8_attention, _no_backward, lib=_LIB)
 
 

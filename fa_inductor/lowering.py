@@ -58,6 +58,7 @@ def register() -> None:
     from fa_inductor import fp8, fp8_lowering, ops
 
     register_lowering(fp8.fp8_attention, type_promotion_kind=None)(fp8_lowering.lower)
+    register_lowering(fp8.fp8_projected_attention, type_promotion_kind=None)(fp8_lowering.lower_projected)
     register_lowering(ops.flash_attention, type_promotion_kind=None)(_lower_forward)
     register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
 

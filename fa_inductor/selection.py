@@ -11,7 +11,8 @@ import torch
 from fa_inductor import cpu_export, cpu_flash
 from fa_inductor.bounds import Facts
 from fa_inductor.config import Options
-from fa_inductor.patterns import AttentionMatch
+from fa_inductor.patterns import AttentionMatch, projection
+from fa_inductor.patterns.projection import Projections
 from fa_inductor.patterns.terms import value_of
 from fa_inductor.templates import select
 
@@ -21,7 +22,7 @@ class Choice:
     """``kernel`` is the op's kernel argument, or None with the reason; ``template`` is its name in the report.
 
     ``fused_already``: the user's code calls a fused kernel itself. ``fp8``: the FP8 format it runs in; ``fp8_refused``: why not in
-    the one that was asked for.
+    the one that was asked for. ``projections``: what makes q, k and v, where they are cast as they are made.
     """
 
     kernel: str | None
@@ -30,6 +31,7 @@ class Choice:
     fused_already: bool = False
     fp8: str = ""
     fp8_refused: str = ""
+    projections: Projections | None = None
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,26 @@ def _in_fp8(match: AttentionMatch, options: Options, choice: Choice) -> Choice:
     device = _tensor(match.q.node).device
     if choice.kernel == "reference":
         refused = select.fp8_refusal(_request(match, (9, 0), False)) if _numeric_dims(match) else _RUN_TIME_DIM
-        return replace(choice, fp8_refused=refused) if refused else replace(choice, fp8=options.fp8)
+        if refused:
+            return replace(choice, fp8_refused=refused)
+        return _with_projection(match, options, replace(choice, fp8=options.fp8))
     if device.type != "cuda":
         return replace(choice, fp8_refused=f"operands are on {device.type}")
     request = _request(match, torch.cuda.get_device_capability(device), options.kernel == "general")
     answer = select.fp8_supports(request)
     if isinstance(answer, select.Unsupported):
         return replace(choice, fp8_refused=answer.reason)
-    return replace(choice, template=answer.template, fp8=options.fp8)
+    return _with_projection(match, options, replace(choice, template=answer.template, fp8=options.fp8))
+
+
+def _with_projection(match: AttentionMatch, options: Options, choice: Choice) -> Choice:
+    """``choice`` with the projections that cast q, k and v as they make them, or with the reason why there are none."""
+    if not options.fp8_projection:
+        return choice
+    found = projection.find(match)
+    if isinstance(found, str):
+        return replace(choice, template=f"{choice.template}, cast by a kernel of its own: {found}")
+    return replace(choice, template=f"{choice.template}, cast in the projection", projections=found)
 
 
 def _choose(match: AttentionMatch, options: Options) -> Choice:

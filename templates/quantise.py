@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,16 +47,21 @@ class Quantised:
 
 def empty(q: Tensor, k: Tensor, v: Tensor) -> Quantised:
     """Uninitialised FP8 operands for q [B, Hq, M, Dqk], k [B, Hkv, N, Dqk], v [B, Hkv, N, Dv]."""
-    batch, kv_heads = k.shape[:2]
-    blocks = (k.shape[2] + SCALE_KEYS - 1) // SCALE_KEYS
+    return empty_of(q, q.shape, k.shape, v.shape[3])
+
+
+def empty_of(like: Tensor, q_shape: Sequence[Any], k_shape: Sequence[Any], v_dim: int) -> Quantised:
+    """Uninitialised FP8 operands on the device of ``like``."""
+    batch, kv_heads, keys, _ = k_shape
+    blocks = (keys + SCALE_KEYS - 1) // SCALE_KEYS
     e4m3, f32 = torch.float8_e4m3fn, torch.float32
     return Quantised(
-        q.new_empty(q.shape, dtype=e4m3),
-        k.new_empty(k.shape, dtype=e4m3),
-        v.new_empty((batch, kv_heads, v.shape[3], blocks * SCALE_KEYS), dtype=e4m3),
-        q.new_empty(q.shape[:3], dtype=f32),
-        k.new_empty((batch, kv_heads, blocks), dtype=f32),
-        v.new_empty((batch, kv_heads, blocks), dtype=f32),
+        like.new_empty(tuple(q_shape), dtype=e4m3),
+        like.new_empty(tuple(k_shape), dtype=e4m3),
+        like.new_empty((batch, kv_heads, v_dim, blocks * SCALE_KEYS), dtype=e4m3),
+        like.new_empty(tuple(q_shape[:3]), dtype=f32),
+        like.new_empty((batch, kv_heads, blocks), dtype=f32),
+        like.new_empty((batch, kv_heads, blocks), dtype=f32),
     )
 
 

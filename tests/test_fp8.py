@@ -167,6 +167,82 @@ def test_training_and_cpu() -> None:
     assert found.fp8 == "not FP8: operands are on cpu"
 
 
+# -------------------------------------------------------------------------------------------------------------- projections
+class Layer(torch.nn.Module):
+    """Attention whose q, k and v come from linear layers, spelled in several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.q, self.k, self.v = (torch.nn.Linear(48, n, bias=kind != "no_bias") for n in (256, 128, 128))
+        self.qkv = torch.nn.Linear(48, 512)
+        self.norm = torch.nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Any:
+        def heads(t: Tensor) -> Tensor:
+            return t.view(x.shape[0], x.shape[1], -1, 64).transpose(1, 2)
+
+        if self.kind == "packed":
+            q, k, v = self.qkv(x)[..., :384].view(*x.shape[:2], 3, 2, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        elif self.kind == "interleaved":
+            q, k, v = self.qkv(x)[..., :384].view(*x.shape[:2], 2, 3, 64).permute(3, 0, 2, 1, 4).unbind(0)
+        elif self.kind == "split":
+            q, k, v = map(heads, self.qkv(x).split([256, 128, 128], -1))
+        else:
+            q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
+        if self.kind == "norm":
+            q = self.norm(q)
+        if self.kind == "other_source":
+            v = heads(self.v(x * 2.0))
+        group = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
+        out = torch.softmax(q @ keys.transpose(-1, -2) * 0.125, -1) @ values
+        out = out.transpose(1, 2).flatten(2)
+        if self.kind == "written":
+            out = out.sum() + x.mul_(2.0)
+        return (out, k) if self.kind == "cache" else out
+
+
+CAST = "cast in the projection"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("separate", CAST),
+        ("no_bias", CAST),
+        ("packed", CAST),
+        ("split", CAST),
+        ("interleaved", "are not heads of neighbouring features"),
+        ("norm", "between q and a linear layer lies layer_norm"),
+        ("other_source", "projections of different hidden states"),
+        ("cache", "is used by more than the attention"),
+        ("written", "is written in place after the projection"),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_projection(kind: str, says: str, batch: int) -> None:
+    layer, x = Layer(kind).bfloat16(), torch.randn(batch, 520, 48, dtype=torch.bfloat16)
+    apart, want = site(layer, [x.clone()], fp8="e4m3")
+    torch._dynamo.reset()
+    found, got = site(layer, [x.clone()], fp8="e4m3", fp8_projection=True)
+    assert "cast" not in apart.template
+    assert says in found.template
+    assert found.fp8 == "e4m3"
+    for ours, theirs in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_projection_of_dynamic_lengths() -> None:
+    layer = Layer("packed").bfloat16()
+    compiled, backend = fuse(layer, Fusing(Options(kernel="reference", fp8="e4m3", fp8_projection=True)), dynamic=True)
+    with torch.no_grad():
+        for length in (520, 600, 700):
+            x = torch.randn(2, length, 48, dtype=torch.bfloat16)
+            assert relative(compiled(x), layer(x)) < 0.06
+    assert all(CAST in s.template for s in backend.report.sites)
+
+
 # --------------------------------------------------------------------------------------------------------------- selection
 REQUEST = Request(AttentionSpec.parse(PROGRAM), "bfloat16", 128, 128, (9, 0), keys=4096, queries=4096, heads=64)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates.quantise import SCALE_KEYS, Quantised, empty, quantise
+from fa_inductor.templates.quantise import SCALE_KEYS, Quantised, quantise
 from fa_inductor.templates.rendering import dense_strides
 from fa_inductor.templates.sm90.form import form_of, padded
 from fa_inductor.templates.sm90.launch import CONSUMER_ROWS, _processors
@@ -143,14 +143,19 @@ def attention(
         q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], v: [B, Hkv, N, Dv], bf16 or fp16 on one Hopper GPU, any strides.
         rotate: q and k are multiplied with the normalised Hadamard matrix before the cast.
     """
-    key = (program, *sizes, q.shape, k.shape, v.shape, q.dtype, q.get_device())
+    with torch.cuda.device(q.device):
+        return attend(quantise(q, k, v, rotate, permute=True), q.dtype, sizes, program)
+
+
+def attend(small: Quantised, dtype: torch.dtype, sizes: Sequence[int], program: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) as :func:`attention` gives them, of operands that are cast, with permuted keys; out of ``dtype``."""
+    key = (program, *sizes, small.q.shape, small.k.shape, small.v.shape, dtype, small.q.get_device())
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
             _PREPARED.clear()
-        prepared = _PREPARED[key] = prepare(empty(q, k, v), q.dtype, sizes, program)
-    with torch.cuda.device(prepared.device_index):
-        return prepared(quantise(q, k, v, rotate, permute=True))
+        prepared = _PREPARED[key] = prepare(small, dtype, sizes, program)
+    return prepared(small)
 
 
 def prepare(

@@ -130,6 +130,30 @@ def test_compiled(format: str, kernel: str, dynamic: bool) -> None:
     assert 1e-3 < families.error(out - 1.0, want) < 0.07
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(512, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 128)).transpose(1, 2) for t in self.qkv(x).split([512, 256, 256], -1))
+        return attention(q, k, v)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "general"])
+@pytest.mark.parametrize("format", fp8.FORMATS)
+def test_compiled_projection(format: str, kernel: str) -> None:
+    layer = Layer().to("cuda", torch.bfloat16)
+    x = torch.randn(2, 700, 512, device="cuda", dtype=torch.bfloat16)
+    options = {"fp8": format, "kernel": kernel, "fp8_projection": True, "strict": True}
+    with torch.no_grad():
+        (site,) = fa_inductor.explain(layer, options=options)(x).sites
+        out = torch.compile(layer, backend="fa_inductor", options=options)(x)
+        assert "cast in the projection" in site.template
+        want = layer.double()(x.double()) - 1.0
+    assert 1e-3 < families.error(out - 1.0, want) < 0.07
+
+
 def test_without_the_option_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("FP8 without being asked for")

@@ -133,6 +133,7 @@ def test_key_covers_what_changes_a_graph_and_only_that() -> None:
         "min_seqlen": 7,
         "kernel": "reference",
         "fp8": "e4m3",
+        "fp8_projection": True,
     }
     keys = {Options(**{name: value}).key() for name, value in changed.items()} | {Options().key()}
     assert len(keys) == len(changed) + 1

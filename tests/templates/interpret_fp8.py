@@ -18,6 +18,7 @@ import torch  # noqa: E402
 from fa_inductor import fp8, reference  # noqa: E402
 from fa_inductor.templates import direct  # noqa: E402
 from fa_inductor.templates.configs import TileConfig  # noqa: E402
+from fa_inductor.templates.projection import project  # noqa: E402
 from fa_inductor.templates.quantise import quantise  # noqa: E402
 from tests.templates import families  # noqa: E402
 
@@ -57,11 +58,29 @@ def forward(name: str, rotate: bool, tma: bool) -> None:
     assert families.error(lse, true_lse) < 1e-5, (name, rotate, families.error(lse, true_lse))
 
 
+def projection(heads: int, kv_heads: int, dims: tuple[int, int], length: int, bias: bool, rotate: bool) -> None:
+    features = 80
+    x = torch.randn(2, length, features)
+    rows = (heads * dims[0], kv_heads * dims[0], kv_heads * dims[1])
+    weights = [torch.randn(n, features) / features**0.5 for n in rows]
+    biases = [torch.randn(n) for n in rows] if bias else []
+    ours = project(x, weights, biases, heads, kv_heads, rotate, rounds=True)
+    want = fp8.cast_operands(*fp8.projected(x, weights, biases, heads, kv_heads), rotate)
+    for got, true in zip(ours.tensors()[:3], want.tensors()[:3], strict=True):
+        assert (got.float() != true.float()).float().mean() < 2e-3
+    for got, true in zip(ours.tensors()[3:], want.tensors()[3:], strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-5, atol=0.0)
+    moved = project(x, weights, biases, heads, kv_heads, rotate, permute=True, rounds=True)
+    assert torch.equal(moved.v.float()[..., PLACE[: ours.v.shape[3]]], ours.v.float())
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dim in (32, 96, 256):
         for rotate in (False, True):
             cast(dim, rotate)
+    projection(4, 2, (32, 48), 150, bias=True, rotate=False)
+    projection(2, 2, (64, 32), 128, bias=False, rotate=True)
     for name in sys.argv[1:]:
         forward(name, rotate=False, tma=False)
         forward(name, rotate=True, tma=True)

@@ -66,6 +66,17 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
     assert found["stack"] == found["local"] == 0
 
 
+@pytest.mark.parametrize(("arch", "dim", "rotate"), [(89, 128, False), (90, 128, True), (90, 256, False), (100, 64, True)])
+def test_projection(arch: int, dim: int, rotate: bool) -> None:
+    found = compiled(CastRequest(arch, dim, rotate, projects=True))
+    kind = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync")
+    assert found["shared"] <= SHARED_LIMIT[arch]
+    assert found["instructions"][kind] > 0
+    assert found["instructions"]["saturating_cast"] > 0
+    assert found["instructions"]["bulk_load"] > 0 or arch == 89
+    assert found["instructions"]["trap"] == found["stack"] == found["local"] == 0
+
+
 @pytest.mark.parametrize(("arch", "dim", "rotate"), [(89, 128, True), (90, 128, False), (90, 256, True), (100, 64, True)])
 def test_cast(arch: int, dim: int, rotate: bool) -> None:
     found = compiled(CastRequest(arch, dim, rotate))
