@@ -2,11 +2,15 @@
 
     python -m benchmarks.fp8 speed    [--cases d128_s4k ...] [--jobs 14] [--out FILE]
     python -m benchmarks.fp8 tiles    [--cases ...] [--jobs 14]        every tile of TILES, for the table of configurations
+    python -m benchmarks.fp8 project  [--out FILE]
     python -m benchmarks.fp8 accuracy [--device cpu] [--out FILE]
 
 speed: median of triton.testing.do_bench, unit normal operands, TFLOP/s counted as benchmarks.attention does: SDPA's cuDNN backend
 and our kernel in bf16, the FP8 kernel on operands that are cast already, and milliseconds of the cast. Each is compared with
 float64 code on a part of the heads first.
+
+project: milliseconds from hidden states to FP8 operands, 16384 tokens, bf16: the library's product alone, with the cast after it,
+and the kernel that does both.
 
 accuracy: relative error (norm of the difference over norm of the result) and root mean square and largest error against float64
 code, on normal operands and with 0.1 % of q, k and v ten and a hundred times as large. ``per tensor`` has one scale for each of q,
@@ -210,6 +214,41 @@ def compare_tiles(names: list[str], jobs: int) -> list[dict[str, Any]]:
     return rows
 
 
+def projections() -> list[dict[str, Any]]:
+    import torch
+
+    from fa_inductor.templates.projection import project
+    from fa_inductor.templates.quantise import quantise
+
+    rows = []
+    for hidden, heads, kv_heads, dim in ((2048, 16, 16, 128), (4096, 32, 8, 128), (4096, 16, 16, 256), (1024, 16, 16, 64)):
+        x = torch.randn(2, 8192, hidden, device="cuda", dtype=torch.bfloat16)
+        parts = [n * dim for n in (heads, kv_heads, kv_heads)]
+        whole = torch.randn(sum(parts), hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+        weights = list(whole.split(parts))
+
+        def layers(x: Tensor = x, whole: Tensor = whole, parts: list[int] = parts, dim: int = dim) -> list[Tensor]:
+            made = torch.nn.functional.linear(x, whole).split(parts, -1)
+            return [t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in made]
+
+        def apart(rotate: bool, layers: Any = layers) -> Any:
+            q, k, v = layers()
+            return quantise(q, k, v, rotate, permute=True)
+
+        def fused(rotate: bool, x: Tensor = x, w: Any = weights, h: int = heads, kv: int = kv_heads) -> Any:
+            return project(x, w, [], h, kv, rotate, permute=True)
+
+        for rotate in (False, True):
+            row: dict[str, Any] = {"hidden": hidden, "heads": f"{heads}/{kv_heads}", "dim": dim, "rotated": rotate}
+            row["product"] = bench(layers)
+            row["product and cast"] = bench(lambda f=apart, r=rotate: f(r))
+            row["one kernel"] = bench(lambda f=fused, r=rotate: f(r))
+            row["TFLOP/s"] = 2.0 * x.shape[0] * x.shape[1] * hidden * sum(parts) / row["one kernel"] / 1e9
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
 def accuracy(device: str) -> list[dict[str, Any]]:
     from fa_inductor import fp8
 
@@ -234,7 +273,7 @@ def accuracy(device: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "tiles", "accuracy"))
+    parser.add_argument("what", choices=("speed", "tiles", "project", "accuracy"))
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES))
     parser.add_argument("--jobs", type=int, default=14, help="compiles at a time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -242,6 +281,8 @@ def main() -> None:
     a = parser.parse_args()
     if a.what == "accuracy":
         rows = accuracy(a.device)
+    elif a.what == "project":
+        rows = projections()
     else:
         known = SPEED if a.what == "speed" else TILED
         rows = (speed if a.what == "speed" else compare_tiles)(a.cases or list(known), a.jobs)

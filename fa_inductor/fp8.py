@@ -169,13 +169,16 @@ def _hopper_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str
 
 
 # ------------------------------------------------------------------------------------------------------- from hidden states
-def projected(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], heads: int, kv_heads: int) -> list[Tensor]:
+def projected(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [B, heads, L, head_dim] of hidden states."""
-    made = []
-    for i, (weight, n) in enumerate(zip(weights, (heads, kv_heads, kv_heads), strict=True)):
-        y = torch.nn.functional.linear(x, weight, biases[i] if biases else None)
-        made.append(y.unflatten(-1, (n, -1)).transpose(1, 2))
-    return made
+
+    def layer(i: int, n: int) -> Tensor:
+        y = torch.nn.functional.linear(x, weights[i], biases[i] if biases else None)
+        return y.unflatten(-1, (n, -1)).transpose(1, 2)
+
+    return layer(0, heads), layer(1, kv_heads), layer(2, kv_heads)
 
 
 def _projected_attention(

@@ -101,21 +101,22 @@ def lower_projected(
     if reason:
         return _fallback(fp8.fp8_projected_attention, args, reason)
     batch, length, _ = x.get_size()
-    counts = (heads, kv_heads, kv_heads)
-    planned = [
-        _Planned([batch, n, length, w.get_size()[0] // n], x.get_dtype(), x.get_device())
-        for n, w in zip(counts, weights, strict=True)
-    ]
+
+    def planned(i: int, n: int) -> _Planned:
+        return _Planned([batch, n, length, weights[i].get_size()[0] // n], x.get_dtype(), x.get_device())
+
+    q, k, v = planned(0, heads), planned(1, kv_heads), planned(2, kv_heads)
     spec, rotate = AttentionSpec.parse(program), fp8.rotates(format)
 
     def separate() -> Any:
-        made = [_linear(x, w, biases[i] if biases else None, n) for i, (w, n) in enumerate(zip(weights, counts, strict=True))]
-        return lower(*made, captures, sizes, program, kernel, format)
+        layers = zip(weights, biases or [None] * 3, (heads, kv_heads, kv_heads), strict=True)
+        apart = [_linear(x, w, b, n) for w, b, n in layers]
+        return lower(apart[0], apart[1], apart[2], captures, sizes, program, kernel, format)
 
-    if not _projects(x, planned, bool(biases), rotate):
+    if not _projects(x, (q, k, v), bool(biases), rotate):
         return separate()
     x, weights, biases = realised(x), [realised(w) for w in weights], [realised(b) for b in biases]
-    o = Operands(*planned, [realised(c) for c in captures], list(sizes), spec, [])
+    o = Operands(q, k, v, [realised(c) for c in captures], list(sizes), spec, [])
     layers = (x, weights, biases, heads, kv_heads)
     source = _Source(fp8.fp8_projected_operands, fp8.hopper_fp8_projected_attention, layers)
     return _attend(o, source, kernel, rotate, separate)
