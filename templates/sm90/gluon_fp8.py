@@ -107,6 +107,7 @@ def softmax(
 ):  # fmt: skip
     """One tile of products into weights: (p in e4m3, maximum, sum, largest scale of V, what the earlier output is multiplied
     with). ``factor`` [64]: makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are."""
+    s = s.to(gl.float32)
     if SOFTCAP:
         s = tanh(s * factor[:, None])
     if EDGE:
@@ -155,7 +156,7 @@ def step(
     if PING_PONG:
         mbarrier.wait(turn.index(W), t & 1)
     weights = unpack(p, KEYS, P_LAYOUT)
-    zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+    zero = gl.zeros([64, KEYS], gl.int32 if q.dtype == gl.int8 else gl.float32, S_LAYOUT)
     k = k_smem.index(stage).reshape([KEYS, q.shape[1]]).permute((1, 0))
     s_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
@@ -221,7 +222,7 @@ def consumer(
         v_top = gl.load(vs + (end - 1) * KEYS // SCALE_KEYS)
         mbarrier.wait(q_full.index(W), done & 1)
         mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
-        zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+        zero = gl.zeros([64, KEYS], gl.int32 if q.dtype == gl.int8 else gl.float32, S_LAYOUT)
         k = k_smem.index(loaded % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
