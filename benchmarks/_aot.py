@@ -34,7 +34,8 @@ SHARED_LIMIT = {
 }  # fmt: skip
 
 _INSTRUCTIONS = {
-    "mma.sync": r"\bmma\.sync", "fp8": r"mma\S*e4m3|kind::f8f6f4", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
+    "mma.sync": r"\bmma\.sync", "fp8": r"mma\S*e4m3|kind::f8f6f4",
+    "int8": r"mma\S*\.s8|kind::i8", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma", "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
     "saturating_cast": r"cvt\.rn\.satfinite\.e4m3x2", "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
 }  # fmt: skip
@@ -63,11 +64,13 @@ def render(program: str, problem: Problem, which: str, config: TileConfig, slots
     return {"dkdv": backward.dkdv_kernel, "rows": backward.rows_kernel}[which](spec, problem, config)
 
 
-def request(arch: int, kernel: KernelSource, element: str = "bf16", **captures: str) -> Request:
-    """A request for a rendered kernel; ``captures`` gives the type of each ``CAP<i>``."""
+def request(
+    arch: int, kernel: KernelSource, element: str = "bf16", scores: str = "fp8e4nv", **captures: str
+) -> Request:
+    """A request for a rendered kernel; ``captures`` gives the type of each ``CAP<i>``, ``scores`` that of FP8 q and k."""
     pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
     if "QS" in kernel.arguments:
-        pointers |= {"Q": "fp8e4nv", "K": "fp8e4nv", "V": "fp8e4nv", "QS": "fp32", "KS": "fp32", "VS": "fp32"}
+        pointers |= {"Q": scores, "K": scores, "V": "fp8e4nv", "QS": "fp32", "KS": "fp32", "VS": "fp32"}
     pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
     for name, kind in captures.items():
         summaries = {f"{end}{name[3:]}": "i8" if kind == "i1" else kind for end in ("LOW", "TOP")}
@@ -120,7 +123,7 @@ def forked(asked: Request | GluonRequest | CastRequest) -> dict[str, Any]:
 @dataclass(frozen=True)
 class GluonRequest:
     """A Gluon kernel for sm_90, by its configuration the forward, the FP8 forward or the backward: padded head dims, what the
-    program has."""
+    program has, whether q and k of the FP8 forward are integers."""
 
     qk_dim: int
     v_dim: int
@@ -129,6 +132,7 @@ class GluonRequest:
     has_low: bool = False
     has_high: bool = False
     softcap: bool = False
+    integer: bool = False
 
 
 def compile_gluon(request: GluonRequest) -> dict[str, Any]:
@@ -150,10 +154,10 @@ def compile_gluon(request: GluonRequest) -> dict[str, Any]:
 
 
 def _descriptor(element: str, *block: int) -> str:
-    """The type of a descriptor of bf16, fp32 or fp8e4nv tiles."""
+    """The type of a descriptor of tiles of bf16, fp32, fp8e4nv or i8."""
     from triton.experimental.gluon import language as gl
 
-    types = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}
+    types = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv, "i8": gl.int8}
     layout = gl.NVMMASharedLayout.get_default_for(list(block), types[element])
     return f"tensordesc<{element}{list(block)},{layout!r}>"
 
@@ -177,7 +181,8 @@ def _gluon_fp8(request: GluonRequest, c: Fp8Config) -> tuple[Any, dict[str, str]
 
     d, dv = request.qk_dim, request.v_dim
     tiles = {"q": (64, d), "k": (c.keys, d), "v": (dv, c.keys)}
-    signature = {f"{name}_desc": _descriptor("fp8e4nv", 1, 1, *tile) for name, tile in tiles.items()}
+    kinds = {"q": "i8", "k": "i8"} if request.integer else {}
+    signature = {f"{name}_desc": _descriptor(kinds.get(name, "fp8e4nv"), 1, 1, *tile) for name, tile in tiles.items()}
     signature |= {"o_desc": _descriptor("bf16", 1, 1, 64, dv), "counter": "*i32", "scale": "fp32", "cap": "fp32"}
     signature |= dict.fromkeys(("lse", "q_scales", "k_scales", "v_scales"), "*fp32")
     return fp8_forward, signature, {**fp8_launch.constants(c), "DEAD_ZERO": False, "SCALE_KEYS": quantise.SCALE_KEYS}
@@ -248,7 +253,7 @@ class CastRequest:
 
     arch: int
     dim: int
-    rotate: bool
+    format: str
     projects: bool = False
 
 
@@ -261,17 +266,18 @@ def compile_cast(request: CastRequest) -> dict[str, Any]:
     from fa_inductor.templates.common.projection import project
     from fa_inductor.templates.common.quantise import quantise as cast
 
-    types = dict.fromkeys(("q8", "k8", "v8"), "*fp8e4nv") | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
-    dim, rotate = request.dim, request.rotate
+    scores = "*i8" if quantise.FORMATS[request.format].integer else "*fp8e4nv"
+    types = {"q8": scores, "k8": scores, "v8": "*fp8e4nv"} | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
+    dim, format = request.dim, request.format
     if request.projects:
         kernel, strides = project, ("features", "xb", "xm", "q_row", "k_row", "v_row")
         types |= dict.fromkeys(("x", "wq", "wk", "wv", "bq", "bk", "bv"), "*bf16")
-        constants = projection.constants(dim, dim, rotate, bias=True, tma=request.arch in (90, 100))
+        constants = projection.constants(dim, dim, format, bias=True, tma=request.arch in (90, 100))
         options = projection.options(dim, dim)
     else:
         kernel, strides = cast, ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn")
         types |= dict.fromkeys("qkv", "*bf16")
-        constants = quantise.constants(dim, dim, rotate) | {"qd": 1, "kd": 1, "vd": 1}
+        constants = quantise.constants(dim, dim, format) | {"qd": 1, "kd": 1, "vd": 1}
         options = {"num_warps": quantise.warps(dim, dim)}
     names = kernel.arg_names
     aligned = [*types, *strides]

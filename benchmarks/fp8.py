@@ -116,12 +116,12 @@ def errors(got: Tensor, want: Tensor) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------------------ kernels
-def fp8_kernel(case: Case, q: Tensor, k: Tensor, v: Tensor, config: Fp8Config | None = None, rotate: bool = False) -> Any:
+def fp8_kernel(case: Case, q: Tensor, k: Tensor, v: Tensor, config: Fp8Config | None = None, format: str = "e4m3") -> Any:
     """(callable without arguments, cast operands) of the Gluon kernel."""
     from fa_inductor.templates.quantise import quantise
     from fa_inductor.templates.sm90 import fp8_launch
 
-    small = quantise(q, k, v, rotate, permute=True)
+    small = quantise(q, k, v, format, permute=True)
     forward = fp8_launch.prepare(small, q.dtype, [], program(case), config)
     return lambda: forward(small)[0]
 
@@ -182,7 +182,7 @@ def speed(names: list[str], jobs: int) -> list[dict[str, Any]]:
         bf16 = bench(lambda q=q, k=k, v=v, t=text: launch.attention(q, k, v, [], t))
         kernel = fp8_kernel(case, q, k, v)
         fp8 = bench(kernel)
-        cast, rotated = (bench(lambda q=q, k=k, v=v, r=r: quantise(q, k, v, r, permute=True)) for r in (False, True))
+        cast, rotated = (bench(lambda q=q, k=k, v=v, r=r: quantise(q, k, v, r, permute=True)) for r in ("e4m3", "e4m3-rotated"))
         row = {
             "case": case.name,
             **{name: flops / ms / 1e9 for name, ms in (("cudnn", cudnn), ("bf16", bf16), ("fp8", fp8))},
@@ -231,18 +231,18 @@ def projections() -> list[dict[str, Any]]:
             made = torch.nn.functional.linear(x, whole).split(parts, -1)
             return [t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in made]
 
-        def apart(rotate: bool, layers: Any = layers) -> Any:
+        def apart(format: str, layers: Any = layers) -> Any:
             q, k, v = layers()
-            return quantise(q, k, v, rotate, permute=True)
+            return quantise(q, k, v, format, permute=True)
 
-        def fused(rotate: bool, x: Tensor = x, w: Any = weights, h: int = heads, kv: int = kv_heads) -> Any:
-            return project(x, w, [], h, kv, rotate, permute=True)
+        def fused(format: str, x: Tensor = x, w: Any = weights, h: int = heads, kv: int = kv_heads) -> Any:
+            return project(x, w, [], h, kv, format, permute=True)
 
-        for rotate in (False, True):
-            row: dict[str, Any] = {"hidden": hidden, "heads": f"{heads}/{kv_heads}", "dim": dim, "rotated": rotate}
+        for format in ("e4m3", "e4m3-rotated"):
+            row: dict[str, Any] = {"hidden": hidden, "heads": f"{heads}/{kv_heads}", "dim": dim, "format": format}
             row["product"] = bench(layers)
-            row["product and cast"] = bench(lambda f=apart, r=rotate: f(r))
-            row["one kernel"] = bench(lambda f=fused, r=rotate: f(r))
+            row["product and cast"] = bench(lambda f=apart, r=format: f(r))
+            row["one kernel"] = bench(lambda f=fused, r=format: f(r))
             row["TFLOP/s"] = 2.0 * x.shape[0] * x.shape[1] * hidden * sum(parts) / row["one kernel"] / 1e9
             rows.append(row)
             print(row, flush=True)
@@ -261,11 +261,10 @@ def accuracy(device: str) -> list[dict[str, Any]]:
             want = exact(q, k, v, causal)
             found = {"per tensor": emulated(per_tensor(q), per_tensor(k), per_tensor(v), causal)}
             for format in fp8.FORMATS:
-                rotate = fp8.rotates(format)
                 if device == "cuda":
-                    found[format] = fp8_kernel(case, q, k, v, rotate=rotate)()
+                    found[format] = fp8_kernel(case, q, k, v, format=format)()
                 else:
-                    found[format] = emulated(*fp8.rounded(q, k, v, rotate), causal)
+                    found[format] = emulated(*fp8.rounded(q, k, v, format), causal)
             for name, out in found.items():
                 rows.append({"form": form, "outliers": outliers, "format": name, **errors(out, want)})
     return rows

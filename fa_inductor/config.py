@@ -23,7 +23,7 @@ ENV_SWITCH = "FA_INDUCTOR"
 ENV_PREFIX = "FA_INDUCTOR_"
 
 KERNELS = ("auto", "general", "reference", "aten")
-FP8_FORMATS = ("off", "e4m3", "e4m3-rotated")
+FP8_FORMATS = ("off", "e4m3", "e4m3-rotated", "int8-e4m3")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -89,7 +89,8 @@ class Options:
         "off",
         _choice(FP8_FORMATS, optional=False),
         "'e4m3' computes attention in FP8 where no gradient is wanted and the GPU multiplies it, 'e4m3-rotated' does so after a "
-        "Hadamard rotation of q and k, which spreads outliers; where a site does not, the report says why and strict raises",
+        "Hadamard rotation of q and k, which spreads outliers, 'int8-e4m3' besides multiplies q and k as 8-bit integers, which are "
+        "finer; where a site does not, the report says why and strict raises",
     )
     fp8_projection: bool = _option(
         False,

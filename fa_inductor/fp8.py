@@ -2,7 +2,8 @@
 
 ``fp8_attention`` is ``flash_attention`` (:mod:`fa_inductor.ops`) on operands cast to e4m3, one scale for each query and for each
 block of keys; it has no gradient. ``format`` is ``e4m3``, or ``e4m3-rotated``: q and k are first multiplied with the normalised
-Hadamard matrix, which leaves their products as they are and spreads a dimension of large values over all of them. In a compiled
+Hadamard matrix, which leaves their products as they are and spreads a dimension of large values over all of them; or
+``int8-e4m3``: rotated, q and k then become 8-bit integers, whose products are exact. In a compiled
 graph on a GPU with FP8 units the kernels of :mod:`fa_inductor.templates` run; anything else computes :func:`rounded` operands'
 attention in float32, without rounding the weights.
 
@@ -25,7 +26,7 @@ from fa_inductor import ops, reference
 from fa_inductor.errors import ProgramError
 from fa_inductor.templates import quantise
 
-FORMATS = ("e4m3", "e4m3-rotated")
+FORMATS = tuple(quantise.FORMATS)
 
 _LIB = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 _LIB.define(
@@ -34,12 +35,12 @@ _LIB.define(
     tags=(torch.Tag.flexible_layout,),
 )
 _LIB.define(
-    "fp8_operands(Tensor q, Tensor k, Tensor v, bool rotate)"
+    "fp8_operands(Tensor q, Tensor k, Tensor v, str format)"
     " -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_scale, Tensor k_scale, Tensor v_scale)",
     tags=(torch.Tag.flexible_layout,),
 )
 _LIB.define(
-    "hopper_fp8_attention(Tensor q, Tensor k, Tensor v, SymInt[] sizes, str program, bool rotate) -> (Tensor out, Tensor lse)",
+    "hopper_fp8_attention(Tensor q, Tensor k, Tensor v, SymInt[] sizes, str program, str format) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -50,12 +51,12 @@ _LIB.define(
     tags=(torch.Tag.flexible_layout,),
 )
 _LIB.define(
-    f"fp8_projected_operands({_LAYERS}, bool rotate)"
+    f"fp8_projected_operands({_LAYERS}, str format)"
     " -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_scale, Tensor k_scale, Tensor v_scale)",
     tags=(torch.Tag.flexible_layout,),
 )
 _LIB.define(
-    f"hopper_fp8_projected_attention({_LAYERS}, SymInt[] sizes, str program, bool rotate) -> (Tensor out, Tensor lse)",
+    f"hopper_fp8_projected_attention({_LAYERS}, SymInt[] sizes, str program, str format) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -67,11 +68,10 @@ fp8_projected_operands = torch.ops.fa_inductor.fp8_projected_operands.default
 hopper_fp8_projected_attention = torch.ops.fa_inductor.hopper_fp8_projected_attention.default
 
 
-def rotates(format: str) -> bool:
-    """Whether a format rotates q and k; raises ProgramError for one that is not known."""
+def check_format(format: str) -> None:
+    """Raises ProgramError for a format that is not known."""
     if format not in FORMATS:
         raise ProgramError(f"unknown FP8 format {format!r}; known are {', '.join(FORMATS)}")
-    return format == "e4m3-rotated"
 
 
 # ------------------------------------------------------------------------------------------------- what the casts compute
@@ -83,40 +83,51 @@ def hadamard(dim: int) -> Tensor:
     return made * dim**-0.5
 
 
-def _cast(x: Tensor, scale: Tensor) -> Tensor:
+def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
     top = quantise.E4M3_MAX
     return (x / scale).clamp(-top, top).to(torch.float8_e4m3fn)
 
 
-def _scale(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _int8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).nan_to_num(0.0, torch.inf, -torch.inf).clamp(-quantise.INT8_MAX, quantise.INT8_MAX).round().to(torch.int8)
+
+
+def _scale(x: Tensor, dims: tuple[int, ...], integer: bool = False) -> Tensor:
     size = x.abs()
     finite = torch.where(size < torch.inf, size, 0.0)
-    return finite.amax(dims).clamp_min(quantise.TINY) / quantise.E4M3_MAX
+    scale = finite.amax(dims).clamp_min(quantise.TINY)
+    if not integer:
+        return scale / quantise.E4M3_MAX
+    # No integer is NaN.
+    return torch.where(x.isnan().flatten(dims[0]).any(-1), torch.nan, scale / quantise.INT8_MAX)
 
 
-def cast_operands(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> quantise.Quantised:
+def cast_operands(q: Tensor, k: Tensor, v: Tensor, format: str) -> quantise.Quantised:
     """What :func:`fa_inductor.templates.quantise.quantise` computes."""
-    made = quantise.empty(q, k, v)
+    check_format(format)
+    how = quantise.FORMATS[format]
+    made = quantise.empty(q, k, v, format)
     q, k, v = (t.float() for t in (q, k, v))
-    if rotate:
+    if how.rotates:
         group = quantise.rotation(q.shape[3])
         matrix = hadamard(group).to(q.device)
         q, k = ((t.unflatten(-1, (-1, group)) @ matrix).flatten(-2) for t in (q, k))
     block = quantise.SCALE_KEYS
     blocks = made.k_scale.shape[2]
     k, v = (torch.nn.functional.pad(t, (0, 0, 0, blocks * block - t.shape[2])).unflatten(2, (blocks, block)) for t in (k, v))
-    made.q_scale.copy_(_scale(q, (3,)))
-    made.k_scale.copy_(_scale(k, (3, 4)))
+    cast = _int8 if how.integer else _e4m3
+    made.q_scale.copy_(_scale(q, (3,), how.integer))
+    made.k_scale.copy_(_scale(k, (3, 4), how.integer))
     made.v_scale.copy_(_scale(v, (3, 4)))
-    made.q.copy_(_cast(q, made.q_scale[..., None]))
-    made.k.copy_(_cast(k, made.k_scale[..., None, None]).flatten(2, 3)[:, :, : made.k.shape[2]])
-    made.v.copy_(_cast(v, made.v_scale[..., None, None]).flatten(2, 3).transpose(2, 3))
+    made.q.copy_(cast(q, made.q_scale[..., None]))
+    made.k.copy_(cast(k, made.k_scale[..., None, None]).flatten(2, 3)[:, :, : made.k.shape[2]])
+    made.v.copy_(_e4m3(v, made.v_scale[..., None, None]).flatten(2, 3).transpose(2, 3))
     return made
 
 
-def rounded(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, Tensor, Tensor]:
+def rounded(q: Tensor, k: Tensor, v: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) cast to FP8 and back, in float32; q and k still rotated."""
-    made = cast_operands(q, k, v, rotate)
+    made = cast_operands(q, k, v, format)
     block, keys = quantise.SCALE_KEYS, k.shape[2]
     k_scale, v_scale = (s.repeat_interleave(block, 2)[:, :, :keys, None] for s in (made.k_scale, made.v_scale))
     return (
@@ -132,39 +143,39 @@ def _fp8_attention(
 ) -> tuple[Tensor, Tensor]:
     spec = ops.check_operands(q, k, v, captures, sizes, program, kernel)
     with ops._own_context():
-        out, lse = reference.attention(*rounded(q, k, v, rotates(format)), captures, sizes, spec)
+        out, lse = reference.attention(*rounded(q, k, v, format), captures, sizes, spec)
         return reference.with_layout(out.to(q.dtype), spec.layout), lse
 
 
 def _fp8_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str, kernel: str, format: str
 ) -> tuple[Tensor, Tensor]:
-    rotates(format)
+    check_format(format)
     return ops._flash_attention_fake(q, k, v, captures, sizes, program, kernel)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, ...]:
-    return cast_operands(q, k, v, rotate).tensors()
+def _operands(q: Tensor, k: Tensor, v: Tensor, format: str) -> tuple[Tensor, ...]:
+    return cast_operands(q, k, v, format).tensors()
 
 
-def _operands_cuda(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, ...]:
+def _operands_cuda(q: Tensor, k: Tensor, v: Tensor, format: str) -> tuple[Tensor, ...]:
     with torch.cuda.device(q.device):
-        return quantise.quantise(q, k, v, rotate).tensors()
+        return quantise.quantise(q, k, v, format).tensors()
 
 
-def _operands_fake(q: Tensor, k: Tensor, v: Tensor, rotate: bool) -> tuple[Tensor, ...]:
-    return quantise.empty(q, k, v).tensors()
+def _operands_fake(q: Tensor, k: Tensor, v: Tensor, format: str) -> tuple[Tensor, ...]:
+    return quantise.empty(q, k, v, format).tensors()
 
 
-def _hopper(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, rotate: bool) -> tuple[Tensor, Tensor]:
+def _hopper(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, format: str) -> tuple[Tensor, Tensor]:
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return ops._flash_attention(q, k, v, [], sizes, program, "reference")
     from fa_inductor.templates.sm90.fp8_launch import attention
 
-    return attention(q, k, v, sizes, program, rotate)
+    return attention(q, k, v, sizes, program, format)
 
 
-def _hopper_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, rotate: bool) -> tuple[Tensor, Tensor]:
+def _hopper_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, format: str) -> tuple[Tensor, Tensor]:
     return ops._flash_attention_fake(q, k, v, [], sizes, program, "triton")
 
 
@@ -198,42 +209,42 @@ def _projected_attention_fake(
 
 
 def _projected_operands(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, rotate: bool
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, format: str
 ) -> tuple[Tensor, ...]:
-    return cast_operands(*projected(x, weights, biases, heads, kv_heads), rotate).tensors()
+    return cast_operands(*projected(x, weights, biases, heads, kv_heads), format).tensors()
 
 
 def _projected_operands_cuda(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, rotate: bool
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, format: str
 ) -> tuple[Tensor, ...]:
     from fa_inductor.templates.projection import project
 
     with torch.cuda.device(x.device):
-        return project(x, weights, biases, heads, kv_heads, rotate).tensors()
+        return project(x, weights, biases, heads, kv_heads, format).tensors()
 
 
 def _projected_operands_fake(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, rotate: bool
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, format: str
 ) -> tuple[Tensor, ...]:
-    return quantise.empty(*projected(x, weights, biases, heads, kv_heads)).tensors()
+    return quantise.empty(*projected(x, weights, biases, heads, kv_heads), format).tensors()
 
 
 def _hopper_projected(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, sizes: list[int], program: str, rotate: bool
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, sizes: list[int], program: str, format: str
 ) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
-        return _hopper(*projected(x, weights, biases, heads, kv_heads), sizes, program, rotate)
+        return _hopper(*projected(x, weights, biases, heads, kv_heads), sizes, program, format)
     from fa_inductor.templates.projection import project
     from fa_inductor.templates.sm90.fp8_launch import attend
 
     with torch.cuda.device(x.device):
-        return attend(project(x, weights, biases, heads, kv_heads, rotate, permute=True), x.dtype, sizes, program)
+        return attend(project(x, weights, biases, heads, kv_heads, format, permute=True), x.dtype, sizes, program)
 
 
 def _hopper_projected_fake(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, sizes: list[int], program: str, rotate: bool
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], heads: int, kv_heads: int, sizes: list[int], program: str, format: str
 ) -> tuple[Tensor, Tensor]:
-    return _hopper_fake(*projected(x, weights, biases, heads, kv_heads), sizes, program, rotate)
+    return _hopper_fake(*projected(x, weights, biases, heads, kv_heads), sizes, program, format)
 
 
 def _no_backward(ctx: Any, *_grads: Any) -> tuple:

@@ -80,7 +80,7 @@ def lower(
     q, k, v, captures = realised(q), realised(k), realised(v), [realised(c) for c in captures]
     o = Operands(q, k, v, captures, list(sizes), AttentionSpec.parse(program), [])
     source = _Source(fp8.fp8_operands, fp8.hopper_fp8_attention, (q, k, v))
-    return _attend(o, source, kernel, fp8.rotates(format), lambda: _lower_forward(q, k, v, captures, sizes, program, kernel))
+    return _attend(o, source, kernel, format, lambda: _lower_forward(q, k, v, captures, sizes, program, kernel))
 
 
 def lower_projected(
@@ -106,20 +106,20 @@ def lower_projected(
         return _Planned([batch, n, length, weights[i].get_size()[0] // n], x.get_dtype(), x.get_device())
 
     q, k, v = planned(0, heads), planned(1, kv_heads), planned(2, kv_heads)
-    spec, rotate = AttentionSpec.parse(program), fp8.rotates(format)
+    spec = AttentionSpec.parse(program)
 
     def separate() -> Any:
         layers = zip(weights, biases or [None] * 3, (heads, kv_heads, kv_heads), strict=True)
         apart = [_linear(x, w, b, n) for w, b, n in layers]
         return lower(apart[0], apart[1], apart[2], captures, sizes, program, kernel, format)
 
-    if not _projects(x, (q, k, v), bool(biases), rotate):
+    if not _projects(x, (q, k, v), bool(biases), format):
         return separate()
     x, weights, biases = realised(x), [realised(w) for w in weights], [realised(b) for b in biases]
     o = Operands(q, k, v, [realised(c) for c in captures], list(sizes), spec, [])
     layers = (x, weights, biases, heads, kv_heads)
     source = _Source(fp8.fp8_projected_operands, fp8.hopper_fp8_projected_attention, layers)
-    return _attend(o, source, kernel, rotate, separate)
+    return _attend(o, source, kernel, format, separate)
 
 
 def _linear(x: Any, weight: Any, bias: Any | None, heads: int) -> Any:
@@ -136,7 +136,7 @@ def _linear(x: Any, weight: Any, bias: Any | None, heads: int) -> Any:
     return lowerings[aten.permute](y, [0, 2, 1, 3])
 
 
-def _attend(o: Operands, source: _Source, kernel: str, rotate: bool, otherwise: Callable[[], Any]) -> Any:
+def _attend(o: Operands, source: _Source, kernel: str, format: str, otherwise: Callable[[], Any]) -> Any:
     """(out, lse); ``otherwise`` computes them where no FP8 kernel does."""
     from torch._inductor.virtualized import V
 
@@ -145,15 +145,15 @@ def _attend(o: Operands, source: _Source, kernel: str, rotate: bool, otherwise: 
     facts = Facts(problem.rows, problem.cols, problem.sizes)
     known = {"keys": hint(cols), "queries": hint(rows), "heads": hint(batch * heads)}
     request = _request(o, problem, **known, facts=facts, general=kernel == "general")
-    answer = select.fp8_supports(request)
+    answer = select.fp8_supports(request, format)
     if V.graph.cpp_wrapper:
         answer = select.Unsupported("the operands are cast from Python, which a C++ wrapper does not call")
     if isinstance(answer, select.Unsupported):
         return _without(answer.reason, otherwise)
-    if answer.template == select.HOPPER_FP8 and _hopper_runs(o, problem, rotate):
+    if answer.template == select.HOPPER_FP8 and _hopper_runs(o, problem, format):
         text = Program.of(o.spec, problem).spec.program
-        return _fallback(source.hopper, (*source.arguments, o.sizes, text, rotate), f"{answer.template} was chosen")
-    made = _general(o, source, fp8_problem(problem), request.capability, rotate)
+        return _fallback(source.hopper, (*source.arguments, o.sizes, text, format), f"{answer.template} was chosen")
+    made = _general(o, source, fp8_problem(problem), request.capability, format)
     return _without("no configuration compiles", otherwise) if made is None else made
 
 
@@ -162,7 +162,7 @@ def _without(reason: str, otherwise: Callable[[], Any]) -> Any:
     return otherwise()
 
 
-def _general(o: Operands, source: _Source, problem: Problem, capability: tuple[int, int], rotate: bool) -> Any | None:
+def _general(o: Operands, source: _Source, problem: Problem, capability: tuple[int, int], format: str) -> Any | None:
     """The Triton template on cast operands."""
     import torch
 
@@ -171,7 +171,7 @@ def _general(o: Operands, source: _Source, problem: Problem, capability: tuple[i
     arch = select.architecture(capability)
     assert arch is not None
     batch, heads, kv_heads, rows, _ = o.extents
-    cast = _fallback(source.operands, (*source.arguments, rotate), "FP8 operands are cast by a kernel of ours")
+    cast = _fallback(source.operands, (*source.arguments, format), "FP8 operands are cast by a kernel of ours")
     names = ("Q", "K", "V", "QS", "KS", "VS")
     small = dict(zip(names, map(realised, cast), strict=True))
     out_size = [batch, heads, rows, o.v.get_size()[3]]
@@ -194,7 +194,7 @@ def _general(o: Operands, source: _Source, problem: Problem, capability: tuple[i
     return None if out is None else (out, lse)
 
 
-def _hopper_runs(o: Operands, problem: Problem, rotate: bool) -> bool:
+def _hopper_runs(o: Operands, problem: Problem, format: str) -> bool:
     """Launch the Gluon kernel once on few rows of zeros, so that one that does not compile is left out."""
     import torch
 
@@ -205,12 +205,12 @@ def _hopper_runs(o: Operands, problem: Problem, rotate: bool) -> bool:
         rows = 128 if problem.even_kv else 1
         dims = (problem.qk_dim, problem.v_dim)
         k, v = (torch.zeros(1, 1, rows, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
-        fp8_launch.attention(k, k, v, [1] * len(o.sizes), Program.of(o.spec, problem).spec.program, rotate)
+        fp8_launch.attention(k, k, v, [1] * len(o.sizes), Program.of(o.spec, problem).spec.program, format)
 
     return _runs(run, select.HOPPER_FP8)
 
 
-def _projects(x: Any, planned: Sequence[_Planned], bias: bool, rotate: bool) -> bool:
+def _projects(x: Any, planned: Sequence[_Planned], bias: bool, format: str) -> bool:
     """The same for the projection's kernel."""
     import torch
 
@@ -219,7 +219,7 @@ def _projects(x: Any, planned: Sequence[_Planned], bias: bool, rotate: bool) -> 
     def run() -> None:
         h = torch.zeros(1, 1, STEP, dtype=x.get_dtype(), device=x.get_device())
         weights = [h.new_zeros(int(p.size[3]), STEP) for p in planned]
-        project(h, weights, [w[:, 0].contiguous() for w in weights] if bias else [], 1, 1, rotate)
+        project(h, weights, [w[:, 0].contiguous() for w in weights] if bias else [], 1, 1, format)
 
     return _runs(run, "the projection that casts its results")
 

@@ -59,14 +59,14 @@ def _in_fp8(match: AttentionMatch, options: Options, choice: Choice) -> Choice:
     """``choice`` in the FP8 format that is asked for, or with the reason why not."""
     device = _tensor(match.q.node).device
     if choice.kernel == "reference":
-        refused = select.fp8_refusal(_request(match, (9, 0), False)) if _numeric_dims(match) else _RUN_TIME_DIM
+        refused = select.fp8_refusal(_request(match, (9, 0), False), options.fp8) if _numeric_dims(match) else _RUN_TIME_DIM
         if refused:
             return replace(choice, fp8_refused=refused)
         return _with_projection(match, options, replace(choice, fp8=options.fp8))
     if device.type != "cuda":
         return replace(choice, fp8_refused=f"operands are on {device.type}")
     request = _request(match, torch.cuda.get_device_capability(device), options.kernel == "general")
-    answer = select.fp8_supports(request)
+    answer = select.fp8_supports(request, options.fp8)
     if isinstance(answer, select.Unsupported):
         return replace(choice, fp8_refused=answer.reason)
     return _with_projection(match, options, replace(choice, template=answer.template, fp8=options.fp8))

@@ -132,12 +132,12 @@ def fp8_forward(
     sizes: Sequence[int],
     spec: AttentionSpec,
     config: TileConfig,
-    rotate: bool = False,
+    format: str = "e4m3",
     rounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) with the operands cast to FP8; ``rotate`` and ``rounds`` as :func:`quantise` has them."""
+    """(out, lse) with the operands cast to FP8; ``format`` and ``rounds`` as :func:`quantise` has them."""
     set_allocator(q.device)
-    small = quantise(q, k, v, rotate, rounds=rounds)
+    small = quantise(q, k, v, format, rounds=rounds)
     problem = fp8_problem(problem_of(q, k, v, captures, sizes))
     kernel = forward_kernel(spec, problem, config, fp8=True, rounds=rounds)
     batch, heads, rows, _ = q.shape

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_inductor.templates.quantise import SCALE_KEYS, Quantised, empty_of, rotation
+from fa_inductor.templates.quantise import FORMATS, SCALE_KEYS, Quantised, empty_of, rotation
 from fa_inductor.templates.rendering import padded_dim
 
 #: Features of one step of the product; blocks of tokens that run side by side.
@@ -16,13 +16,14 @@ STEP, SECTION = 64, 8
 
 
 def constants(
-    qk_dim: int, v_dim: int, rotate: bool, bias: bool, tma: bool, permute: bool = False, rounds: bool = False
+    qk_dim: int, v_dim: int, format: str, bias: bool, tma: bool, permute: bool = False, rounds: bool = False
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     return {
         "QK_DIM": qk_dim, "QK_PAD": padded_dim(qk_dim), "V_DIM": v_dim, "V_PAD": padded_dim(v_dim), "KEYS": SCALE_KEYS,
-        "STEP": STEP, "SECTION": SECTION, "GROUP": rotation(qk_dim) if rotate else 0, "PERMUTE": permute, "BIAS": bias,
-        "TMA": tma, "ROUNDS": rounds,
+        "STEP": STEP, "SECTION": SECTION, "BIAS": bias,
+        "GROUP": rotation(qk_dim) if FORMATS[format].rotates else 0, "INTEGER": FORMATS[format].integer,
+        "PERMUTE": permute, "TMA": tma, "ROUNDS": rounds,
     }  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def project(
     biases: Sequence[Tensor],
     heads: int,
     kv_heads: int,
-    rotate: bool,
+    format: str,
     permute: bool = False,
     rounds: bool = False,
 ) -> Quantised:
@@ -47,7 +48,7 @@ def project(
         x: [B, L, features], bf16 or fp16.
         weights: of q [heads * Dqk, features], of k [kv_heads * Dqk, features], of v [kv_heads * Dv, features].
         biases: of each as many elements as rows; or none at all.
-        rotate, permute, rounds: as :func:`fa_inductor.templates.quantise.quantise` has them.
+        format, permute, rounds: as :func:`fa_inductor.templates.quantise.quantise` has them.
     """
     from fa_inductor.templates.common.projection import project as kernel
     from fa_inductor.templates.direct import set_allocator
@@ -56,7 +57,7 @@ def project(
     biases = [b.contiguous() for b in biases]
     batch, length, features = x.shape
     qk_dim, v_dim = weights[0].shape[0] // heads, weights[2].shape[0] // kv_heads
-    made = empty_of(x, (batch, heads, length, qk_dim), (batch, kv_heads, length, qk_dim), v_dim)
+    made = empty_of(x, (batch, heads, length, qk_dim), (batch, kv_heads, length, qk_dim), v_dim, format)
     tma = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (x, *weights))
     if tma and aligned:
@@ -64,6 +65,6 @@ def project(
     kernel[(batch * made.k_scale.shape[2] * (heads + 2 * kv_heads),)](
         x, *weights, *(biases or weights), *made.tensors(), batch, heads, kv_heads, length, features, x.stride(0), x.stride(1),
         *(w.stride(0) for w in weights),
-        **constants(qk_dim, v_dim, rotate, bool(biases), tma and aligned, permute, rounds), **options(qk_dim, v_dim),
+        **constants(qk_dim, v_dim, format, bool(biases), tma and aligned, permute, rounds), **options(qk_dim, v_dim),
     )  # fmt: skip
     return made

@@ -13,8 +13,8 @@ from fa_inductor.templates.rendering import Problem, padded_dim
 
 #: Keys that share a scale.
 SCALE_KEYS = 128
-#: The largest number of e4m3.
-E4M3_MAX = 448.0
+#: The largest numbers that are used of e4m3 and of int8.
+E4M3_MAX, INT8_MAX = 448.0, 127.0
 #: The least magnitude that a block is scaled for: products of scales stay within float32.
 TINY = 2.0**-50
 #: Most elements that are rotated together: the matrix and the tile fit the shared memory of sm_89.
@@ -24,11 +24,27 @@ ROWS = 64
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """q, k and v in e4m3.
+class Format:
+    """How q, k and v are cast.
 
     Attributes:
-        q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], dense.
+        rotates: q and k are multiplied with the normalised Hadamard matrix first. integer: q and k become 8-bit integers.
+    """
+
+    rotates: bool
+    integer: bool
+
+
+#: By name. Rotated numbers are all about as large as their root mean square; for such, integers are finer than e4m3.
+FORMATS = {"e4m3": Format(False, False), "e4m3-rotated": Format(True, False), "int8-e4m3": Format(True, True)}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """q, k and v in 8 bits.
+
+    Attributes:
+        q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], dense; e4m3 or int8.
         v: [B, Hkv, Dv, N rounded up to SCALE_KEYS], dense; zero behind N.
         q_scale: [B, Hq, M] float32; k_scale, v_scale: [B, Hkv, ceil(N / SCALE_KEYS)] float32. A number times its scale is
             the operand's.
@@ -45,19 +61,20 @@ class Quantised:
         return self.q, self.k, self.v, self.q_scale, self.k_scale, self.v_scale
 
 
-def empty(q: Tensor, k: Tensor, v: Tensor) -> Quantised:
+def empty(q: Tensor, k: Tensor, v: Tensor, format: str) -> Quantised:
     """Uninitialised FP8 operands for q [B, Hq, M, Dqk], k [B, Hkv, N, Dqk], v [B, Hkv, N, Dv]."""
-    return empty_of(q, q.shape, k.shape, v.shape[3])
+    return empty_of(q, q.shape, k.shape, v.shape[3], format)
 
 
-def empty_of(like: Tensor, q_shape: Sequence[Any], k_shape: Sequence[Any], v_dim: int) -> Quantised:
+def empty_of(like: Tensor, q_shape: Sequence[Any], k_shape: Sequence[Any], v_dim: int, format: str) -> Quantised:
     """Uninitialised FP8 operands on the device of ``like``."""
     batch, kv_heads, keys, _ = k_shape
     blocks = (keys + SCALE_KEYS - 1) // SCALE_KEYS
     e4m3, f32 = torch.float8_e4m3fn, torch.float32
+    small = torch.int8 if FORMATS[format].integer else e4m3
     return Quantised(
-        like.new_empty(tuple(q_shape), dtype=e4m3),
-        like.new_empty(tuple(k_shape), dtype=e4m3),
+        like.new_empty(tuple(q_shape), dtype=small),
+        like.new_empty(tuple(k_shape), dtype=small),
         like.new_empty((batch, kv_heads, v_dim, blocks * SCALE_KEYS), dtype=e4m3),
         like.new_empty(tuple(q_shape[:3]), dtype=f32),
         like.new_empty((batch, kv_heads, blocks), dtype=f32),
@@ -70,11 +87,12 @@ def rotation(dim: int) -> int:
     return min(dim & -dim, _MOST_ROTATED)
 
 
-def constants(qk_dim: int, v_dim: int, rotate: bool, permute: bool = False, rounds: bool = False) -> dict[str, Any]:
+def constants(qk_dim: int, v_dim: int, format: str, permute: bool = False, rounds: bool = False) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     return {
         "QK_DIM": qk_dim, "QK_PAD": padded_dim(qk_dim), "V_DIM": v_dim, "V_PAD": padded_dim(v_dim), "ROWS": ROWS,
-        "KEYS": SCALE_KEYS, "GROUP": rotation(qk_dim) if rotate else 0, "PERMUTE": permute, "ROUNDS": rounds,
+        "KEYS": SCALE_KEYS, "GROUP": rotation(qk_dim) if FORMATS[format].rotates else 0, "INTEGER": FORMATS[format].integer,
+        "PERMUTE": permute, "ROUNDS": rounds,
     }  # fmt: skip
 
 
@@ -83,25 +101,25 @@ def warps(qk_dim: int, v_dim: int) -> int:
     return 16 if max(qk_dim, v_dim) > 128 else 8
 
 
-def quantise(q: Tensor, k: Tensor, v: Tensor, rotate: bool, permute: bool = False, rounds: bool = False) -> Quantised:
+def quantise(q: Tensor, k: Tensor, v: Tensor, format: str, permute: bool = False, rounds: bool = False) -> Quantised:
     """q, k and v in FP8 by one kernel.
 
     Args:
         q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], v: [B, Hkv, N, Dv], bf16 or fp16, any strides.
-        rotate: each :func:`rotation` elements of q and k are multiplied with the normalised Hadamard matrix.
+        format: of :data:`FORMATS`; :func:`rotation` elements of q and k are rotated together.
         permute: v's keys lie in the order that the Hopper kernel wants.
         rounds: for Triton's interpreter.
     """
     from fa_inductor.templates.common.quantise import quantise as kernel
 
-    made = empty(q, k, v)
+    made = empty(q, k, v, format)
     batch, heads, rows, qk_dim = q.shape
     kv_heads, v_dim = k.shape[1], v.shape[3]
     q_tiles, blocks = -(-rows // ROWS), made.k_scale.shape[2]
     q_programs, kv_programs = batch * heads * q_tiles, batch * kv_heads * blocks
     kernel[(q_programs + 2 * kv_programs,)](
         q, k, v, *made.tensors(), heads, kv_heads, rows, k.shape[2], q_tiles, q_programs, kv_programs,
-        *q.stride(), *k.stride(), *v.stride(), **constants(qk_dim, v_dim, rotate, permute, rounds), num_warps=warps(qk_dim, v_dim),
+        *q.stride(), *k.stride(), *v.stride(), **constants(qk_dim, v_dim, format, permute, rounds), num_warps=warps(qk_dim, v_dim),
     )  # fmt: skip
     return made
 

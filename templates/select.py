@@ -15,6 +15,7 @@ from fa_inductor.expr import KV_IDX, Q_IDX, Load
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.backward import is_unique
 from fa_inductor.templates.program import Program
+from fa_inductor.templates.quantise import FORMATS
 from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
 from fa_inductor.templates.sm90 import form
 
@@ -102,11 +103,14 @@ def supports(request: Request) -> Supported | Unsupported:
     return Supported(forward if forward == backward else f"{forward}, backward {backward}")
 
 
-def fp8_refusal(request: Request) -> str:
-    """Why an attention does not run in FP8, "" where it does."""
+def fp8_refusal(request: Request, format: str) -> str:
+    """Why an attention does not run in FP8, "" where it does. ``format``: of templates.quantise.FORMATS."""
     major, minor = request.capability
     if (major, minor) < (8, 9):
         return f"compute capability {major}.{minor} has no FP8 units"
+    if FORMATS[format].integer and major in (10, 11):
+        # triton 3.6 compiles such products to mma.sync, past the tensor memory.
+        return f"8-bit integers are slow on compute capability {major}.{minor}; 'e4m3-rotated' is not"
     if request.backward:
         return "gradients are wanted, and FP8 attention has none"
     if request.dtype not in ("bfloat16", "float16"):
@@ -122,9 +126,9 @@ def fp8_refusal(request: Request) -> str:
     return ""
 
 
-def fp8_supports(request: Request) -> Supported | Unsupported:
+def fp8_supports(request: Request, format: str) -> Supported | Unsupported:
     """As :func:`supports`, for an attention in FP8."""
-    reason = fp8_refusal(request)
+    reason = fp8_refusal(request, format)
     if reason:
         return Unsupported(reason)
     general = _general(request)

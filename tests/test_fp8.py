@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,18 +32,19 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------------- casts
-@pytest.mark.parametrize("rotate", [False, True])
-def test_a_cast_rounds_to_e4m3(rotate: bool) -> None:
+@pytest.mark.parametrize("format", fp8.FORMATS)
+def test_a_cast_rounds(format: str) -> None:
     q, k, v = operands(70, 150)
-    q8, k8, v8 = fp8.rounded(q, k, v, rotate)
+    q8, k8, v8 = fp8.rounded(q, k, v, format)
     # Half a unit in the last of four significant bits at most, a third of that on average.
     assert 0.02 < relative(v8, v) < 0.03
-    if rotate:
+    if format != "e4m3":
         assert relative(q8, q) > 0.5
         matrix = fp8.hadamard(64)
         q8, k8 = q8 @ matrix, k8 @ matrix
-    assert 0.02 < relative(q8, q) < 0.03
-    assert 0.02 < relative(k8, k) < 0.03
+    low, high = (0.002, 0.012) if format == "int8-e4m3" else (0.02, 0.03)
+    assert low < relative(q8, q) < high
+    assert low < relative(k8, k) < high
 
 
 def test_rotations_keep_products() -> None:
@@ -54,7 +56,7 @@ def test_rotations_keep_products() -> None:
 
 def test_scales_are_of_queries_and_of_blocks_of_keys() -> None:
     q, k, v = operands(70, 150)
-    made = fp8.cast_operands(q, k, v, False)
+    made = fp8.cast_operands(q, k, v, "e4m3")
     assert made.q_scale.shape == (2, 4, 70)
     assert made.k_scale.shape == made.v_scale.shape == (2, 2, 2)
     assert made.v.shape == (2, 2, 64, 256)
@@ -68,9 +70,9 @@ def test_nothing_finite_overflows() -> None:
     q, k, v = operands(8, 8, dtype=torch.float32)
     q[0, 0, 0, 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = 3e38, -3e38, 3e38
     q[0, 1], v[1, 1] = 0.0, 0.0
-    for t in fp8.cast_operands(q, k, v, False).tensors():
+    for t in fp8.cast_operands(q, k, v, "e4m3").tensors():
         assert torch.isfinite(t.float()).all()
-    q8, _, v8 = fp8.rounded(q, k, v, False)
+    q8, _, v8 = fp8.rounded(q, k, v, "e4m3")
     assert not q8[0, 1].any()
     assert not v8[1, 1].any()
 
@@ -78,10 +80,20 @@ def test_nothing_finite_overflows() -> None:
 def test_infinities_saturate_and_nan_stays() -> None:
     q, k, v = operands(8, 8, dtype=torch.float32)
     v[0, 0, 3, 5], v[0, 0, 4, 5], v[0, 0, 5, 5] = torch.inf, -torch.inf, torch.nan
-    _, _, v8 = fp8.rounded(q, k, v, False)
+    _, _, v8 = fp8.rounded(q, k, v, "e4m3")
     top = v[0, 0][torch.isfinite(v[0, 0])].abs().max()
     torch.testing.assert_close(v8[0, 0, 3:5, 5], torch.stack([top, -top]))
     assert v8[0, 0, 5, 5].isnan()
+
+
+def test_nan_makes_the_scale_of_integers_nan() -> None:
+    q, k, v = operands(8, 8, dtype=torch.float32)
+    q[0, 0, 3, 5], k[1, 1, 4, 5] = torch.nan, torch.nan
+    q8, k8, _ = fp8.rounded(q, k, v, "int8-e4m3")
+    assert q8[0, 0, 3].isnan().all()
+    assert not q8[0, 0, :3].isnan().any()
+    assert k8[1, 1].isnan().all()
+    assert not k8[0].isnan().any()
 
 
 # ---------------------------------------------------------------------------------------------------------------------- op
@@ -94,7 +106,7 @@ def test_op(format: str) -> None:
     assert 1e-3 < relative(out, exact[0]) < 0.06
     assert relative(lse, exact[1]) < 0.01
     torch.library.opcheck(fp8.fp8_attention, (q, k, v, [], [], PROGRAM, "reference", format), test_utils="test_faketensor")
-    torch.library.opcheck(fp8.fp8_operands, (q, k, v, format == fp8.FORMATS[1]), test_utils="test_faketensor")
+    torch.library.opcheck(fp8.fp8_operands, (q, k, v, format), test_utils="test_faketensor")
 
 
 def test_op_refuses_gradients_and_unknown_formats() -> None:
@@ -252,12 +264,13 @@ REQUEST = Request(AttentionSpec.parse(PROGRAM), "bfloat16", 128, 128, (9, 0), ke
     [((8, 9), "sm89-pointer-fp8"), ((9, 0), select.HOPPER_FP8), ((10, 0), "sm100-tma-fp8"), ((12, 0), "sm120-pointer-fp8")],
 )
 def test_architectures(capability: tuple[int, int], template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
-    assert select.fp8_supports(replace(REQUEST, capability=capability)) == Supported(template)
-    assert select.fp8_supports(replace(REQUEST, capability=(9, 0), general=True)) == Supported("sm90-tma-fp8")
+    assert select.fp8_supports(replace(REQUEST, capability=capability), "e4m3") == Supported(template)
+    assert select.fp8_supports(replace(REQUEST, capability=(9, 0), general=True), "int8-e4m3") == Supported("sm90-tma-fp8")
     for old in ((7, 5), (8, 0), (8, 6)):
-        answer = select.fp8_supports(replace(REQUEST, capability=old))
+        answer = select.fp8_supports(replace(REQUEST, capability=old), "e4m3")
         assert isinstance(answer, Unsupported)
         assert "has no FP8 units" in answer.reason
+    blackwell = select.fp8_supports(replace(REQUEST, capability=(10, 0)), "int8-e4m3")
+    assert isinstance(blackwell, Unsupported)
+    assert "8-bit integers are slow" in blackwell.reason

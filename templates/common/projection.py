@@ -48,8 +48,8 @@ def project(
     x, wq, wk, wv, bq, bk, bv, q8, k8, v8, q_scale, k_scale, v_scale, batch, heads, kv_heads, length, features, xb, xm,
     q_row, k_row, v_row,
     QK_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, KEYS: tl.constexpr,
-    STEP: tl.constexpr, SECTION: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, BIAS: tl.constexpr,
-    TMA: tl.constexpr, ROUNDS: tl.constexpr,
+    STEP: tl.constexpr, SECTION: tl.constexpr, GROUP: tl.constexpr, INTEGER: tl.constexpr, PERMUTE: tl.constexpr,
+    BIAS: tl.constexpr, TMA: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """X [B, L, features]; WQ [HQ * QK_DIM, features] with rows ``q_row`` apart, BQ [HQ * QK_DIM], and so on; the results as
     templates/common/quantise.py has them. One program a block of KEYS tokens and head of q, k and v; SECTION blocks run side by
@@ -71,12 +71,12 @@ def project(
     if column < heads:
         q = product(x, wq, bq, first, column, length, features, xm, q_row, KEYS, QK_DIM, QK_PAD, STEP, BIAS, TMA)
         q_head = (b * heads + column).to(tl.int64)
-        store_queries(q, q8, q_scale, q_head, first + tl.arange(0, KEYS), length, QK_DIM, QK_PAD, KEYS, GROUP, ROUNDS)
+        store_queries(q, q8, q_scale, q_head, first + tl.arange(0, KEYS), length, QK_DIM, QK_PAD, KEYS, GROUP, INTEGER, ROUNDS)
     elif column < heads + kv_heads:
         head = column - heads
         k = product(x, wk, bk, first, head, length, features, xm, k_row, KEYS, QK_DIM, QK_PAD, STEP, BIAS, TMA)
         k_head = (b * kv_heads + head).to(tl.int64)
-        store_keys(k, k8, k_scale, k_head, block, length, QK_DIM, QK_PAD, KEYS, GROUP, ROUNDS)
+        store_keys(k, k8, k_scale, k_head, block, length, QK_DIM, QK_PAD, KEYS, GROUP, INTEGER, ROUNDS)
     else:
         last = column - heads - kv_heads
         v = product(x, wv, bv, first, last, length, features, xm, v_row, KEYS, V_DIM, V_PAD, STEP, BIAS, TMA)

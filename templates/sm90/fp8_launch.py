@@ -135,21 +135,21 @@ _MOST_PREPARED = 1024
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str, rotate: bool
+    q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str, format: str
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, computed in FP8.
 
     Args:
         q: [B, Hq, M, Dqk], k: [B, Hkv, N, Dqk], v: [B, Hkv, N, Dv], bf16 or fp16 on one Hopper GPU, any strides.
-        rotate: q and k are multiplied with the normalised Hadamard matrix before the cast.
+        format: of templates.quantise.FORMATS.
     """
     with torch.cuda.device(q.device):
-        return attend(quantise(q, k, v, rotate, permute=True), q.dtype, sizes, program)
+        return attend(quantise(q, k, v, format, permute=True), q.dtype, sizes, program)
 
 
 def attend(small: Quantised, dtype: torch.dtype, sizes: Sequence[int], program: str) -> tuple[Tensor, Tensor]:
     """(out, lse) as :func:`attention` gives them, of operands that are cast, with permuted keys; out of ``dtype``."""
-    key = (program, *sizes, small.q.shape, small.k.shape, small.v.shape, dtype, small.q.get_device())
+    key = (program, *sizes, small.q.dtype, small.q.shape, small.k.shape, small.v.shape, dtype, small.q.get_device())
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat

@@ -1,8 +1,8 @@
 """Flash attention forward in FP8 for Hopper in Gluon, with the roles and the schedule of gluon_forward.
 
-Operands are those of templates/common/quantise.py: e4m3, a scale for each query and for each block of SCALE_KEYS keys, V as
-[B, HKV, V_DIM, keys] with the keys of every 16 in the order in which a thread holds their scores. There the weights are
-quantised in registers and are at once the left operand of the product with V: nothing moves between threads.
+Operands are those of templates/common/quantise.py: e4m3 (q and k may be int8), a scale for each query and for each block of
+SCALE_KEYS keys, V as [B, HKV, V_DIM, keys] with the keys of every 16 in the order in which a thread holds their scores. There the
+weights are quantised in registers and are at once the left operand of the product with V: nothing moves between threads.
 
 The scales of q and k and the scale of the softmax make one factor a row and tile. Weights are exp2(logit - max + shift), where
 the shift makes them as large as e4m3 takes, less what a block of V is scaled lower than the largest block so far (``v_top``);
@@ -294,8 +294,8 @@ def fp8_forward(
 ):  # fmt: skip
     """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
 
-    Descriptors of e4m3 over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM]; over [B, HKV, V_DIM, keys]: V
-    [1, 1, V_DIM, KEYS]; of the output's dtype: O [1, 1, 64, V_DIM]. Launched as flash_forward is.
+    Descriptors of e4m3 (Q and K: or int8) over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM]; over
+    [B, HKV, V_DIM, keys]: V [1, 1, V_DIM, KEYS]; of the output's dtype: O [1, 1, 64, V_DIM]. Launched as flash_forward is.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[2]

@@ -28,6 +28,7 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
         torch.float16: gl.float16,
         torch.float32: gl.float32,
         torch.float8_e4m3fn: gl.float8e4nv,
+        torch.int8: gl.int8,
     }[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
@@ -38,7 +39,7 @@ def overlaps(t: Tensor) -> bool:
 
 
 class DescriptorForm:
-    """TMA descriptors of [1, ..., *tile] tiles, for tensors of one shape, strides and dtype: bf16, fp16, float32, e4m3.
+    """TMA descriptors of [1, ..., *tile] tiles, for tensors of one shape, strides and dtype: bf16, fp16, float32, e4m3, int8.
 
     Raises AssertionError where TMA cannot read such a tensor: strides that are no multiples of 16 bytes.
     """

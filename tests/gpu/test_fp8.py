@@ -55,24 +55,24 @@ def operands(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) 
     return [torch.randn(b, length, h, d, device="cuda", dtype=dtype).transpose(1, 2) for length, h, d in parts]
 
 
-def check(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, rotate: bool, program: str, exact: Any = None) -> None:
+def check(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, format: str, program: str, exact: Any = None) -> None:
     """Against the cast operands: the weights alone are rounded besides."""
-    small = [t.double() for t in fp8.rounded(q, k, v, rotate)]
+    small = [t.double() for t in fp8.rounded(q, k, v, format)]
     captures, sizes = exact or ([], [])
     want, want_lse = reference.attention(*small, captures, sizes, AttentionSpec.parse(program))
     kept = torch.isfinite(want_lse)
     assert families.error(out[kept], want[kept]) < 0.035
     # A last bit of the rotation's sums moves a rounding here and there.
-    torch.testing.assert_close(lse.double()[kept], want_lse[kept], rtol=0.0, atol=5e-3 if rotate else 1e-3)
+    torch.testing.assert_close(lse.double()[kept], want_lse[kept], rtol=0.0, atol=1e-3 if format == "e4m3" else 5e-3)
     assert torch.equal(torch.isnan(out), torch.isnan(want))
 
 
-@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("format", fp8.FORMATS)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_cast(dim: int, rotate: bool) -> None:
+def test_cast(dim: int, format: str) -> None:
     q, k, v = operands((2, 4, 2, 70, 300), (dim, dim), torch.bfloat16)
     k[0, 0, 3, 5], q[0, 0, 4], v[1, 1] = 3e38, 0.0, 0.0
-    made, want = quantise(q, k, v, rotate), fp8.cast_operands(q, k, v, rotate)
+    made, want = quantise(q, k, v, format), fp8.cast_operands(q, k, v, format)
     for got, true in zip(made.tensors()[:3], want.tensors()[:3], strict=True):
         assert torch.isfinite(got.float()).all()
         assert (got.float() != true.float()).float().mean() < 2e-3
@@ -86,17 +86,17 @@ def test_gluon(name: str, dims: tuple[int, int]) -> None:
     hopper()
     program = f"attention({PROGRAMS[name]})"
     for i, shape in enumerate(SHAPES):
-        rotate, dtype = bool(i % 2), (torch.bfloat16, torch.float16)[i % 2]
+        format, dtype = fp8.FORMATS[i % 3], (torch.bfloat16, torch.float16)[i % 2]
         q, k, v = operands(shape, dims, dtype)
         for _ in range(2):  # the second call goes past the jit to the compiled kernel
-            out, lse = fp8_launch.attention(q, k, v, [], program, rotate)
+            out, lse = fp8_launch.attention(q, k, v, [], program, format)
         assert out.dtype == dtype
-        check(out, lse, q, k, v, rotate, program)
+        check(out, lse, q, k, v, format, program)
 
 
-@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("format", fp8.FORMATS)
 @pytest.mark.parametrize("name", ["causal", "softcap_bias", "padding_causal_finfo", "sinks_window", "run_time_sizes"])
-def test_general(name: str, rotate: bool) -> None:
+def test_general(name: str, format: str) -> None:
     family = families.BY_NAME[name].with_shape(2, 4, 2, 137, 250, 64, 128)
     o = families.draw(family, torch.bfloat16, "cuda")
     spec = family.spec()
@@ -104,8 +104,8 @@ def test_general(name: str, rotate: bool) -> None:
     arch = select.architecture(torch.cuda.get_device_capability())
     assert arch is not None
     for config in tiles.choose(Program.of(spec, problem), problem, arch, "forward"):
-        out, lse = direct.fp8_forward(o.q, o.k, o.v, o.captures, family.sizes, spec, config, rotate)
-        check(out, lse, o.q, o.k, o.v, rotate, family.program, (o.captures, family.sizes))
+        out, lse = direct.fp8_forward(o.q, o.k, o.v, o.captures, family.sizes, spec, config, format)
+        check(out, lse, o.q, o.k, o.v, format, family.program, (o.captures, family.sizes))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -177,6 +177,6 @@ def test_many_keys_add_up() -> None:
     q, k, v = (torch.randn(1, 2, 16384, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     v += 1.0  # a mean that must not drift
     few, program = q[:, :, :256], "attention(score=score * 0.088)"
-    out, _ = fp8_launch.attention(few, k, v, [], program, False)
+    out, _ = fp8_launch.attention(few, k, v, [], program, "e4m3")
     want, _ = reference.attention(few.double(), k.double(), v.double(), [], [], AttentionSpec.parse(program))
     assert abs((out.double() - want).mean().item()) < 2e-3

@@ -55,7 +55,7 @@ def test_ours_are_taken_and_inductors_are_passed_on() -> None:
         ({"kernel": "referense"}, "(did you mean 'reference'?)"),
         ({"kernel": None}, "kernel: got None of type NoneType, expected 'auto' or 'general' or 'reference' or 'aten'"),
         ({"log_level": "info"}, "log_level: got 'info' of type str"),
-        ({"fp8": "e5m2"}, "fp8: got 'e5m2' of type str, expected 'off' or 'e4m3' or 'e4m3-rotated'"),
+        ({"fp8": "e5m2"}, "fp8: got 'e5m2' of type str, expected 'off' or 'e4m3' or 'e4m3-rotated' or 'int8-e4m3'"),
         ({"max_autotune": 3}, "Inductor option max_autotune: got 3 of type int, expected bool"),
         ({3: 4}, "an option's name: got 3 of type int"),
     ],

@@ -121,7 +121,7 @@ def _scalar(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tenso
 
 def _product(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False, **_: Any) -> Tensor:
     made = (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
-    return acc + made if use_acc else made
+    return acc + made if use_acc else made.to(acc.dtype)
 
 
 def _wait(_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:

@@ -44,10 +44,24 @@ def test_default_configuration(arch: int, dim: int) -> None:
     assert found["trap"] == report["stack"] == report["local"] == 0
 
 
+@pytest.mark.parametrize("arch", [89, 90, 120])
+def test_integers(arch: int) -> None:
+    problem = fp8_problem(Problem(128, 128, 1))
+    table = ARCHITECTURES[arch]
+    config = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), problem), problem, table, "forward")[0]
+    report = compiled(request(arch, render(CAUSAL, problem, "fp8", config), scores="i8"))
+    found = report["instructions"]
+    assert found["fp8"] > 0
+    assert found["fp8"] + found["int8"] == found["wgmma" if arch == 90 else "mma.sync"]
+    assert found["trap"] == report["stack"] == report["local"] == 0
+
+
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
         ((64, 64), {"has_high": True}),
+        ((128, 128), {"has_high": True, "integer": True}),
+        ((256, 256), {"integer": True}),
         ((128, 128), {}),
         ((128, 128), {"has_high": True}),
         ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}),
@@ -58,7 +72,9 @@ def test_default_configuration(arch: int, dim: int) -> None:
 def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
     found = compiled(GluonRequest(*dims, CONFIGS[dims[0]], **options))
     assert found["shared"] <= SHARED_LIMIT[90]
-    assert found["instructions"]["fp8"] == found["instructions"]["wgmma"] > 0
+    assert found["instructions"]["fp8"] + found["instructions"]["int8"] == found["instructions"]["wgmma"]
+    assert found["instructions"]["fp8"] > 0
+    assert (found["instructions"]["int8"] > 0) == options.get("integer", False)
     assert found["instructions"]["bulk_load"] > 0
     assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
     # Weights written into registers that a running product still reads would make ptxas wait for each product.
@@ -66,9 +82,11 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
     assert found["stack"] == found["local"] == 0
 
 
-@pytest.mark.parametrize(("arch", "dim", "rotate"), [(89, 128, False), (90, 128, True), (90, 256, False), (100, 64, True)])
-def test_projection(arch: int, dim: int, rotate: bool) -> None:
-    found = compiled(CastRequest(arch, dim, rotate, projects=True))
+@pytest.mark.parametrize(
+    ("arch", "dim", "format"), [(89, 128, "e4m3"), (90, 128, "e4m3-rotated"), (90, 256, "int8-e4m3"), (100, 64, "e4m3-rotated")]
+)
+def test_projection(arch: int, dim: int, format: str) -> None:
+    found = compiled(CastRequest(arch, dim, format, projects=True))
     kind = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync")
     assert found["shared"] <= SHARED_LIMIT[arch]
     assert found["instructions"][kind] > 0
@@ -77,9 +95,11 @@ def test_projection(arch: int, dim: int, rotate: bool) -> None:
     assert found["instructions"]["trap"] == found["stack"] == found["local"] == 0
 
 
-@pytest.mark.parametrize(("arch", "dim", "rotate"), [(89, 128, True), (90, 128, False), (90, 256, True), (100, 64, True)])
-def test_cast(arch: int, dim: int, rotate: bool) -> None:
-    found = compiled(CastRequest(arch, dim, rotate))
+@pytest.mark.parametrize(
+    ("arch", "dim", "format"), [(89, 128, "e4m3-rotated"), (90, 128, "e4m3"), (90, 256, "int8-e4m3"), (100, 64, "e4m3-rotated")]
+)
+def test_cast(arch: int, dim: int, format: str) -> None:
+    found = compiled(CastRequest(arch, dim, format))
     assert found["shared"] <= SHARED_LIMIT[arch]
     assert found["instructions"]["saturating_cast"] > 0
     assert found["instructions"]["trap"] == found["stack"] == found["local"] == 0

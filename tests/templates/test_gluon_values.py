@@ -85,14 +85,14 @@ def results(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.full((batch, heads, queries, case.dims[1]), 7.0, dtype=dtype), torch.full((batch * heads * queries,), 7.0)
 
 
-@pytest.mark.parametrize("two_levels", [False, True])
+@pytest.mark.parametrize(("format", "two_levels"), [("e4m3", False), ("e4m3", True), ("int8-e4m3", False)])
 @pytest.mark.parametrize("name", list(CASES))
-def test_fp8(name: str, two_levels: bool) -> None:
+def test_fp8(name: str, format: str, two_levels: bool) -> None:
     from fa_inductor.templates.sm90.gluon_fp8 import fp8_forward
 
     case = CASES[name]
     q, k, v = operands(case)
-    small = fp8.cast_operands(q, k, v, False)
+    small = fp8.cast_operands(q, k, v, format)
     index = torch.arange(small.v.shape[3])
     place = (index & -16) | ((index & 6) << 1) | ((index & 8) >> 2) | (index & 1)
     v8 = torch.empty_like(small.v)
@@ -105,7 +105,7 @@ def test_fp8(name: str, two_levels: bool) -> None:
     arguments += [Pointer(t.flatten()) for t in (lse, small.q_scale, small.k_scale, small.v_scale)]
     launch(fp8_forward, case.programs, [*arguments, *numbers(case)], made)
     # The weights alone are rounded besides.
-    check(out, lse, fp8.rounded(q, k, v, False), case, 0.03)
+    check(out, lse, fp8.rounded(q, k, v, format), case, 0.03)
 
 
 @pytest.mark.parametrize("name", list(CASES))
