@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates import backward, forward
+from fa_inductor.templates import backward, forward, quantise
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.sm90.backward_launch import BackwardConfig
+from fa_inductor.templates.sm90.fp8_launch import Fp8Config
 from fa_inductor.templates.sm90.launch import GluonConfig
 from fa_inductor.templates.standalone import Known
 
@@ -33,9 +34,10 @@ SHARED_LIMIT = {
 }  # fmt: skip
 
 _INSTRUCTIONS = {
-    "mma.sync": r"\bmma\.sync", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
+    "mma.sync": r"\bmma\.sync", "fp8": r"mma\S*e4m3|kind::f8f6f4",
+    "int8": r"mma\S*\.s8|kind::i8", "cp.async": r"cp\.async\.c[ag]", "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma", "bulk_load": r"cp\.async\.bulk\.tensor\.\dd\.shared",
-    "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
+    "saturating_cast": r"cvt\.rn\.satfinite\.e4m3x2", "trap": r"^\s*trap;", "ex2": r"ex2\.approx",
 }  # fmt: skip
 
 
@@ -51,8 +53,10 @@ class Request:
 
 
 def render(program: str, problem: Problem, which: str, config: TileConfig, slots: tuple[int, ...] = ()) -> KernelSource:
-    """The kernel of one pass (``forward``, ``dkdv``, ``dq`` or ``rows``); ``slots``: captures whose gradient dq computes."""
+    """The kernel of one pass (``forward``, ``fp8``, ``dkdv``, ``dq``, ``rows``); ``slots``: captures whose gradient dq computes."""
     spec = AttentionSpec.parse(program)
+    if which == "fp8":
+        return forward.forward_kernel(spec, quantise.fp8_problem(problem), config, fp8=True)
     if which == "forward":
         return forward.forward_kernel(spec, problem, config)
     if which == "dq":
@@ -60,9 +64,13 @@ def render(program: str, problem: Problem, which: str, config: TileConfig, slots
     return {"dkdv": backward.dkdv_kernel, "rows": backward.rows_kernel}[which](spec, problem, config)
 
 
-def request(arch: int, kernel: KernelSource, element: str = "bf16", **captures: str) -> Request:
-    """A request for a rendered kernel; ``captures`` gives the type of each ``CAP<i>``."""
+def request(
+    arch: int, kernel: KernelSource, element: str = "bf16", scores: str = "fp8e4nv", **captures: str
+) -> Request:
+    """A request for a rendered kernel; ``captures`` gives the type of each ``CAP<i>``, ``scores`` that of FP8 q and k."""
     pointers = {a: "fp32" if a[:3] in ("LSE", "DEL", "ROW", "GRA") else element for a in kernel.arguments}
+    if "QS" in kernel.arguments:
+        pointers |= {"Q": scores, "K": scores, "V": "fp8e4nv", "QS": "fp32", "KS": "fp32", "VS": "fp32"}
     pointers |= {name: kind for name, kind in captures.items() if name in kernel.arguments}
     for name, kind in captures.items():
         summaries = {f"{end}{name[3:]}": "i8" if kind == "i1" else kind for end in ("LOW", "TOP")}
@@ -74,7 +82,7 @@ class CompileError(Exception):
     """A compiler gave up; the message ends with the last lines that it printed."""
 
 
-def compiled(asked: Request | GluonRequest, timeout: float = 250) -> dict[str, Any]:
+def compiled(asked: Request | GluonRequest | CastRequest, timeout: float = 250) -> dict[str, Any]:
     """What :func:`report` says of a kernel, compiled in a process of its own; raises CompileError where that fails."""
     command = [sys.executable, "-m", "benchmarks._aot"]
     try:
@@ -86,7 +94,7 @@ def compiled(asked: Request | GluonRequest, timeout: float = 250) -> dict[str, A
     return json.loads(done.stdout)
 
 
-def forked(asked: Request | GluonRequest) -> dict[str, Any]:
+def forked(asked: Request | GluonRequest | CastRequest) -> dict[str, Any]:
     """As :func:`compiled`, in a copy of this process, which saves imports. Not for a process with threads."""
     import triton.compiler  # noqa: F401
 
@@ -114,16 +122,18 @@ def forked(asked: Request | GluonRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GluonRequest:
-    """A Gluon kernel for sm_90, the forward or, by its configuration, the backward: padded head dims, what the program has."""
+    """A Gluon kernel for sm_90, by its configuration the forward, the FP8 forward or the backward: padded head dims, what the
+    program has, whether q and k of the FP8 forward are integers."""
 
     qk_dim: int
     v_dim: int
-    config: GluonConfig | BackwardConfig
+    config: GluonConfig | BackwardConfig | Fp8Config
     even: bool = True
     has_low: bool = False
     has_high: bool = False
     softcap: bool = False
     deterministic: bool = False
+    integer: bool = False
 
 
 def compile_gluon(request: GluonRequest) -> dict[str, Any]:
@@ -131,7 +141,8 @@ def compile_gluon(request: GluonRequest) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    described = _gluon_backward if isinstance(request.config, BackwardConfig) else _gluon_forward
+    kinds: dict[type, Callable[..., Any]] = {BackwardConfig: _gluon_backward, GluonConfig: _gluon_forward, Fp8Config: _gluon_fp8}
+    described = kinds[type(request.config)]
     kernel, signature, constants = described(request, request.config)
     constants.update(EVEN=request.even, HAS_LOW=request.has_low, HAS_HIGH=request.has_high, SOFTCAP=request.softcap)
     names = kernel.arg_names
@@ -144,10 +155,11 @@ def compile_gluon(request: GluonRequest) -> dict[str, Any]:
 
 
 def _descriptor(element: str, *block: int) -> str:
-    """The type of a descriptor of bf16 or fp32 tiles."""
+    """The type of a descriptor of tiles of bf16, fp32, fp8e4nv or i8."""
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp32": gl.float32}[element])
+    types = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv, "i8": gl.int8}
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), types[element])
     return f"tensordesc<{element}{list(block)},{layout!r}>"
 
 
@@ -161,6 +173,20 @@ def _gluon_forward(request: GluonRequest, c: GluonConfig) -> tuple[Any, dict[str
     signature = {f"{name}_desc": _descriptor("bf16", 1, 1, *tile) for name, tile in tiles.items()}
     signature |= {"lse": "*fp32", "counter": "*i32", "scale": "fp32", "cap": "fp32"}
     return flash_forward, signature, {**launch.constants(c, d, dv), "DEAD_ZERO": False}
+
+
+def _gluon_fp8(request: GluonRequest, c: Fp8Config) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """As :func:`_gluon_forward`."""
+    from fa_inductor.templates.sm90 import fp8_launch
+    from fa_inductor.templates.sm90.gluon_fp8 import fp8_forward
+
+    d, dv = request.qk_dim, request.v_dim
+    tiles = {"q": (64, d), "k": (c.keys, d), "v": (dv, c.keys)}
+    kinds = {"q": "i8", "k": "i8"} if request.integer else {}
+    signature = {f"{name}_desc": _descriptor(kinds.get(name, "fp8e4nv"), 1, 1, *tile) for name, tile in tiles.items()}
+    signature |= {"o_desc": _descriptor("bf16", 1, 1, 64, dv), "counter": "*i32", "scale": "fp32", "cap": "fp32"}
+    signature |= dict.fromkeys(("lse", "q_scales", "k_scales", "v_scales"), "*fp32")
+    return fp8_forward, signature, {**fp8_launch.constants(c), "DEAD_ZERO": False, "SCALE_KEYS": quantise.SCALE_KEYS}
 
 
 def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -227,6 +253,49 @@ def compile_kernel(request: Request) -> dict[str, Any]:
     return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
 
 
+@dataclass(frozen=True)
+class CastRequest:
+    """The kernel that casts q, k and v of one head dim to FP8, or that projects to them, for an architecture."""
+
+    arch: int
+    dim: int
+    format: str
+    projects: bool = False
+
+
+def compile_cast(request: CastRequest) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fa_inductor.templates import projection
+    from fa_inductor.templates.common.projection import project
+    from fa_inductor.templates.common.quantise import quantise as cast
+
+    scores = "*i8" if quantise.FORMATS[request.format].integer else "*fp8e4nv"
+    types = {"q8": scores, "k8": scores, "v8": "*fp8e4nv"} | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
+    dim, format = request.dim, request.format
+    if request.projects:
+        kernel, strides = project, ("features", "xb", "xm", "q_row", "k_row", "v_row")
+        types |= dict.fromkeys(("x", "wq", "wk", "wv", "bq", "bk", "bv"), "*bf16")
+        constants = projection.constants(dim, dim, format, bias=True, tma=request.arch in (90, 100))
+        options = projection.options(dim, dim)
+    else:
+        kernel, strides = cast, ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn")
+        types |= dict.fromkeys("qkv", "*bf16")
+        constants = quantise.constants(dim, dim, format) | {"qd": 1, "kd": 1, "vd": 1}
+        options = {"num_warps": quantise.warps(dim, dim)}
+    names = kernel.arg_names
+    aligned = [*types, *strides]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
+        constexprs={(names.index(n),): x for n, x in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
+
+
 def report(compiled: Any) -> dict[str, Any]:
     """Shared and tensor memory, registers, stack and instruction counts of a compiled kernel."""
     import triton
@@ -250,7 +319,7 @@ def report(compiled: Any) -> dict[str, Any]:
 
 #: By name: what was pickled names the module by its import path, not as __main__.
 BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "Request": compile_kernel, "GluonRequest": compile_gluon
+    "Request": compile_kernel, "GluonRequest": compile_gluon, "CastRequest": compile_cast
 }  # fmt: skip
 
 

@@ -73,6 +73,10 @@ def compile_with(
     unfused = [s for s in result.sites if s.status != "fused" and not s.fused_already]
     if options.strict and unfused:
         raise StrictModeError(unfused)
+    if options.strict and options.enabled:
+        other = [s for s in result.sites if options.fp8 not in ("off", s.fp8)]
+        if other:
+            raise StrictModeError(other, "out of FP8")
     patches = dict(inductor_options)
     if options.enabled:
         patches["joint_custom_pre_pass"] = cache_key.with_key(options, patches.get("joint_custom_pre_pass"))

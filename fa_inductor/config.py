@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from . import _compat
-from .errors import OptionError, UnsupportedOptionError
+from .errors import OptionError
 
 __all__ = ["ENV_PREFIX", "ENV_SWITCH", "Options"]
 
@@ -23,7 +23,7 @@ ENV_SWITCH = "FA_INDUCTOR"
 ENV_PREFIX = "FA_INDUCTOR_"
 
 KERNELS = ("auto", "general", "reference", "aten")
-FP8_FORMATS = ("e4m3",)
+FP8_FORMATS = ("off", "e4m3", "e4m3-rotated", "int8-e4m3")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -60,14 +60,6 @@ def _choice(choices: tuple[str, ...], optional: bool) -> Callable[[str, object],
     return check
 
 
-def _fp8(where: str, value: object) -> None:
-    if _choice(FP8_FORMATS, optional=True)(where, value) is not None:
-        raise UnsupportedOptionError(
-            f"{where}: got {value!r}, but FP8 attention is not available in this version. "
-            "Expected None: attention runs in the dtype of the model."
-        )
-
-
 def _option(default: Any, check: Callable[[str, object], Any], doc: str, in_key: bool = True) -> Any:
     return field(default=default, metadata={"check": check, "doc": doc, "in_key": in_key})
 
@@ -93,7 +85,19 @@ class Options:
         "allows ATen's kernels only, 'reference' is the testing mode: every "
         "recognised site is rewritten whatever the device and runs the dense reference kernel",
     )
-    fp8: str | None = _option(None, _fp8, "reserved for FP8 attention; anything but None raises in this version")
+    fp8: str = _option(
+        "off",
+        _choice(FP8_FORMATS, optional=False),
+        "'e4m3' computes attention in FP8 where no gradient is wanted and the GPU multiplies it, 'e4m3-rotated' does so after a "
+        "Hadamard rotation of q and k, which spreads outliers, 'int8-e4m3' besides multiplies q and k as 8-bit integers, which are "
+        "finer; where a site does not, the report says why and strict raises",
+    )
+    fp8_projection: bool = _option(
+        False,
+        _bool,
+        "with fp8, compute q, k and v where they are plain linear layers of the same hidden states by a kernel that casts them at "
+        "once; its speed beside the library's product and a cast was not measured",
+    )
     log_level: str | None = _option(
         None,
         _choice(LOG_LEVELS, optional=True),

@@ -52,15 +52,16 @@ class MissingDependencyError(FaInductorError, ImportError):
 
 
 class StrictModeError(FaInductorError, RuntimeError):
-    """`strict` is on and attention stayed unfused. `sites` holds the reports of those sites."""
+    """`strict` is on and attention stayed unfused, or out of FP8 where that is asked for. `sites` holds the reports of those
+    sites."""
 
-    def __init__(self, sites: Sequence[object]) -> None:
+    def __init__(self, sites: Sequence[object], stayed: str = "unfused") -> None:
         self.sites = tuple(sites)
         count = len(self.sites)
         lines = "\n".join(f"  {site}" for site in self.sites)
         super().__init__(
-            f"strict mode: {count} attention site{'s' if count != 1 else ''} stayed unfused:\n{lines}\n"
-            "Change the model as the reasons say, or drop options={'strict': True} to run these sites unfused."
+            f"strict mode: {count} attention site{'s' if count != 1 else ''} stayed {stayed}:\n{lines}\n"
+            f"Change the model as the reasons say, or drop options={{'strict': True}} to run these sites {stayed}."
         )
 
 

@@ -110,6 +110,9 @@ def _check_strict(options: Options, result: PassResult) -> None:
     unfused = [s for s in result.sites if s.status != "fused" and not s.fused_already]
     if options.strict and unfused:
         raise StrictModeError(unfused)
+    other = [s for s in result.sites if options.fp8 not in ("off", s.fp8)]
+    if options.strict and other:
+        raise StrictModeError(other, "out of FP8")
 
 
 class _ExportPass(CustomGraphPass):

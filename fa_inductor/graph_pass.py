@@ -103,10 +103,11 @@ class AttentionPass:
         if choice.kernel is None:
             return _declined(view, match, choice.reason, choice.fused_already)
         try:
-            spec = rewrite.apply(view, match, choice.kernel)
+            spec = rewrite.apply(view, match, choice.kernel, choice.fp8, choice.projections)
         except rewrite.RewriteError as e:
             return _declined(view, match, str(e))
-        return _report(view, match, "fused", program=spec.program, template=choice.template)
+        report = _report(view, match, "fused", program=spec.program, template=choice.template)
+        return replace(report, fp8=choice.fp8 or (f"not FP8: {choice.fp8_refused}" if choice.fp8_refused else ""))
 
 
 @contextlib.contextmanager

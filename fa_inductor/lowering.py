@@ -57,8 +57,10 @@ def register() -> None:
     """Install the lowerings. Idempotent; imports Inductor."""
     from torch._inductor.lowering import register_lowering
 
-    from fa_inductor import ops
+    from fa_inductor import fp8, fp8_lowering, ops
 
+    register_lowering(fp8.fp8_attention, type_promotion_kind=None)(fp8_lowering.lower)
+    register_lowering(fp8.fp8_projected_attention, type_promotion_kind=None)(fp8_lowering.lower_projected)
     register_lowering(ops.flash_attention, type_promotion_kind=None)(_lower_forward)
     register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
 

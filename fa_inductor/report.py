@@ -46,6 +46,7 @@ class SiteReport:
     kernel chosen, `reason` why the site stayed unfused, `near_misses` what other readings of the site stopped at.
     `fused_already`: a declined site whose own code calls a fused kernel, which `strict` lets pass. `evidence` is one of
     `EVIDENCE`; `milliseconds` is the kernel's time in a forward pass where a profiler measured it (``explain(profile=True)``).
+    `fp8`: with that option, the FP8 format that a fused site runs in, or "not FP8: " and why.
     """
 
     status: str
@@ -64,6 +65,7 @@ class SiteReport:
     evidence: str = ""
     fused_already: bool = False
     milliseconds: float | None = None
+    fp8: str = ""
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -78,9 +80,13 @@ class SiteReport:
         """One line: status, form, where, and the kernel or the reason."""
         what = f" [{self.form}]" if self.form else ""
         where = " at ".join(part for part in (self.where(), self.source) if part)
-        why = self.template if self.status == "fused" else self.reason
+        why = "; ".join(part for part in (self.template, self.fp8_text()) if part) if self.status == "fused" else self.reason
         shapes = " ".join(part for part in (self.shapes, self.dtype) if part)
         return f"{self.status}{what} {where}" + (f" ({shapes})" if shapes else "") + (f": {why}" if why else "")
+
+    def fp8_text(self) -> str:
+        """``FP8 e4m3``, ``not FP8: ...`` or nothing."""
+        return f"FP8 {self.fp8}" if self.fp8 and not self.fp8.startswith("not ") else self.fp8
 
     def where(self) -> str:
         """The node, with its graph and sub-graph, e.g. ``graph 0 wrap_body_0/softmax_1``."""
@@ -143,7 +149,7 @@ class FusionReport:
         """The sites as a table of about `width` columns. Sites that only differ by layer share a row."""
         groups: dict[tuple[Any, ...], list[SiteReport]] = {}
         for site in self.sites:
-            alike = (site.status, site.source, site.form, site.shapes, site.dtype, site.template, site.reason)
+            alike = (site.status, site.source, site.form, site.shapes, site.dtype, site.template, site.reason, site.fp8)
             groups.setdefault((*alike, site.backward), []).append(site)
         each = max(20, (width - 32) // 3)  # a file's path takes 8 more
         rows = []
@@ -153,7 +159,7 @@ class FusionReport:
             form = [site.form, " ".join(part for part in (site.shapes, site.dtype) if part)]
             times = [s.milliseconds for s in members if s.milliseconds is not None]
             spent = f"{sum(times):.3g} ms" + (f" in {len(times)} sites" if len(times) > 1 else "") if times else ""
-            kernel = [site.template, "forward and backward" if site.backward else "", spent]
+            kernel = [site.template, site.fp8_text(), "forward and backward" if site.backward else "", spent]
             rows.append(
                 [
                     str(len(members)),

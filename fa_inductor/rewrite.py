@@ -14,10 +14,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from fa_inductor import cpu_export, ops
+from fa_inductor import cpu_export, fp8, ops
 from fa_inductor.expr import KV_IDX, Q_IDX
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
+from fa_inductor.patterns.projection import Projection, Projections
 from fa_inductor.patterns.terms import size
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.view import AtenView, Path
@@ -221,8 +222,11 @@ def _run_of(axes: Axes, want: Sequence[Axes]) -> Axes | None:
     return None
 
 
-def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
-    """Rewrite one site with the op run by ``kernel``; returns the spec the op carries.
+def apply(
+    view: AtenView, match: AttentionMatch, kernel: str, fp8_format: str = "", projections: Projections | None = None
+) -> AttentionSpec:
+    """Rewrite one site with the op run by ``kernel``, in FP8 where a format is given and then from hidden states where there are
+    ``projections``; returns the spec the op carries.
 
     Raises:
         RewriteError: nodes could not be built; the graph is unchanged.
@@ -231,7 +235,7 @@ def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
     anchor = match.holder.node if match.holder is not None else origin.node
     emitter = Emitter(view, match, anchor)
     try:
-        spec, result = _emit_op(emitter, match, kernel)
+        spec, result = _emit_op(emitter, match, kernel, fp8_format, projections)
         leaves = _new_leaves(view, emitter, match, result, anchor)
         replacements = _leaf_replacements(anchor, leaves)
     except Exception as e:
@@ -245,8 +249,12 @@ def apply(view: AtenView, match: AttentionMatch, kernel: str) -> AttentionSpec:
     return spec
 
 
-def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[AttentionSpec, fx.Node]:
+def _emit_op(
+    em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str, projections: Projections | None
+) -> tuple[AttentionSpec, fx.Node]:
     g = match.groups
+    if projections is not None:
+        return _emit_projected(em, match, kernel, fp8_format, projections)
     q = em.operand(match.q, (g["batch"], g["heads"], g["query"], g["qk"]), match.dtype)
     k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
     v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
@@ -258,7 +266,9 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
         captures.append(em.call(ops.dropout_seed, q))
     spec = replace(match.full_spec(), layout=_layout(match))
     _check_later_writes(em, [q, k, v, *captures])
-    if kernel == "reference in the graph":
+    if fp8_format:
+        op = em.call(fp8.fp8_attention, q, k, v, captures, sizes, spec.program, kernel, fp8_format)
+    elif kernel == "reference in the graph":
         op = em.call(cpu_export.reference_attention, q, k, v, captures, sizes, spec.program)
     elif kernel == "aten in the graph":
         op = em.call(cpu_export.attention, q, k, v, _mask(em, q, k, captures, sizes, spec), captures, sizes, spec.program)
@@ -267,6 +277,32 @@ def _emit_op(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[Attention
     out = em.call(operator.getitem, op, 0)
     if out.meta["example_value"].requires_grad and _written_later(em.view, match.place.path, em.anchor):
         out = em.call(torch.clone, out)  # the backward reads the op's own output, which must not be written
+    if match.dead_output:
+        out = _dead_output(em, match, op, out)
+    return spec, _shape_output(em, match, out)
+
+
+def _emit_projected(
+    em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str, p: Projections
+) -> tuple[AttentionSpec, fx.Node]:
+    """As :func:`_emit_op`, from the hidden states. Inference: nothing is needed by a backward."""
+
+    def rows(whole: fx.Node, part: Projection) -> fx.Node:
+        size = whole.meta["example_value"].shape[0]
+        return whole if part.first == 0 and size == part.rows else em.call(torch.narrow, whole, 0, part.first, part.rows)
+
+    parts = (p.q, p.k, p.v)
+    weights = [rows(part.weight, part) for part in parts]
+    biases = [rows(part.bias, part) for part in parts if part.bias is not None]
+    heads, kv_heads = (int(match.extent(match.groups[name])) for name in ("heads", "kv_heads"))
+    captures = [em.value(c) for c in match.captures]
+    if kernel in ("triton", "general"):
+        captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
+    sizes = [em.size(s) for s in match.sizes]
+    spec = replace(match.full_spec(), layout=_layout(match))
+    layers = (p.hidden, weights, biases, heads, kv_heads)
+    op = em.call(fp8.fp8_projected_attention, *layers, captures, sizes, spec.program, kernel, fp8_format)
+    out = em.call(operator.getitem, op, 0)
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -11,7 +11,8 @@ import torch
 from fa_inductor import cpu_export, cpu_flash
 from fa_inductor.bounds import Facts
 from fa_inductor.config import Options
-from fa_inductor.patterns import AttentionMatch
+from fa_inductor.patterns import AttentionMatch, projection
+from fa_inductor.patterns.projection import Projections
 from fa_inductor.patterns.terms import value_of
 from fa_inductor.templates import select
 
@@ -20,13 +21,17 @@ from fa_inductor.templates import select
 class Choice:
     """``kernel`` is the op's kernel argument, or None with the reason; ``template`` is its name in the report.
 
-    ``fused_already``: the user's code calls a fused kernel itself.
+    ``fused_already``: the user's code calls a fused kernel itself. ``fp8``: the FP8 format it runs in; ``fp8_refused``: why not in
+    the one that was asked for. ``projections``: what makes q, k and v, where they are cast as they are made.
     """
 
     kernel: str | None
     template: str = ""
     reason: str = ""
     fused_already: bool = False
+    fp8: str = ""
+    fp8_refused: str = ""
+    projections: Projections | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,38 @@ def needs_grad(match: AttentionMatch) -> tuple[bool, ...]:
 
 def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
     """The kernel for one match, or why there is none."""
+    choice = _choose(match, options)
+    return choice if choice.kernel is None or options.fp8 == "off" else _in_fp8(match, options, choice)
+
+
+def _in_fp8(match: AttentionMatch, options: Options, choice: Choice) -> Choice:
+    """``choice`` in the FP8 format that is asked for, or with the reason why not."""
+    device = _tensor(match.q.node).device
+    if choice.kernel == "reference":
+        refused = select.fp8_refusal(_request(match, (9, 0), False), options.fp8) if _numeric_dims(match) else _RUN_TIME_DIM
+        if refused:
+            return replace(choice, fp8_refused=refused)
+        return _with_projection(match, options, replace(choice, fp8=options.fp8))
+    if device.type != "cuda":
+        return replace(choice, fp8_refused=f"operands are on {device.type}")
+    request = _request(match, torch.cuda.get_device_capability(device), options.kernel == "general")
+    answer = select.fp8_supports(request, options.fp8)
+    if isinstance(answer, select.Unsupported):
+        return replace(choice, fp8_refused=answer.reason)
+    return _with_projection(match, options, replace(choice, template=answer.template, fp8=options.fp8))
+
+
+def _with_projection(match: AttentionMatch, options: Options, choice: Choice) -> Choice:
+    """``choice`` with the projections that cast q, k and v as they make them, or with the reason why there are none."""
+    if not options.fp8_projection:
+        return choice
+    found = projection.find(match)
+    if isinstance(found, str):
+        return replace(choice, template=f"{choice.template}, cast by a kernel of its own: {found}")
+    return replace(choice, template=f"{choice.template}, cast in the projection", projections=found)
+
+
+def _choose(match: AttentionMatch, options: Options) -> Choice:
     if match.dropout_p and not options.dropout:
         return Choice(None, reason="dropout is active and options={'dropout': False} forbids fusing it")
     if options.kernel == "reference":
@@ -60,7 +97,13 @@ def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
 
 def choose_for_export(match: AttentionMatch, options: Options) -> Choice:
     """The kernel for one match of an exported graph: one that a package runs without Python."""
-    choice = choose_kernel(match, options)
+    choice = choose_kernel(match, replace(options, fp8="off"))
+    made = _packaged(match, choice)
+    refused = "" if options.fp8 == "off" else "the operands are cast from Python, which a package does not have"
+    return replace(made, fp8_refused=refused) if made.kernel is not None else made
+
+
+def _packaged(match: AttentionMatch, choice: Choice) -> Choice:
     if choice.kernel == "reference":
         return Choice("reference in the graph", "reference, as ATen ops")
     if choice.kernel == "triton" and choice.template == select.HOPPER:
@@ -137,18 +180,32 @@ def _hints(match: AttentionMatch) -> dict[sympy.Expr, sympy.Expr]:
 
 
 def _cuda(match: AttentionMatch, device: torch.device, general: bool) -> Choice:
+    if not _numeric_dims(match):
+        return Choice(None, reason=_RUN_TIME_DIM)
+    answer = select.supports(_request(match, torch.cuda.get_device_capability(device), general))
+    if isinstance(answer, select.Unsupported):
+        return Choice(None, reason=answer.reason)
+    return Choice("general" if general else "triton", answer.template)
+
+
+_RUN_TIME_DIM = "head_dim is a run-time size"
+
+
+def _numeric_dims(match: AttentionMatch) -> bool:
+    return all(match.extent(match.groups[g]).is_Integer for g in ("qk", "v"))
+
+
+def _request(match: AttentionMatch, capability: tuple[int, int], general: bool) -> select.Request:
     dims = [match.extent(match.groups[g]) for g in ("qk", "v")]
-    if not all(d.is_Integer for d in dims):
-        return Choice(None, reason="head_dim is a run-time size")
     grads = needs_grad(match)
     lengths = [match.extent(match.groups[g]) for g in ("query", "key")]
     rows, cols = (int(n) if n.is_Integer else None for n in lengths)
-    request = select.Request(
+    return select.Request(
         spec=match.full_spec(),
         dtype=str(match.dtype).removeprefix("torch."),
         qk_dim=int(dims[0]),
         v_dim=int(dims[1]),
-        capability=torch.cuda.get_device_capability(device),
+        capability=capability,
         grad_slots=tuple(i for i, g in enumerate(grads[3:]) if g),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         backward=any(grads),
@@ -158,7 +215,3 @@ def _cuda(match: AttentionMatch, device: torch.device, general: bool) -> Choice:
         facts=Facts(rows, cols),
         general=general,
     )
-    answer = select.supports(request)
-    if isinstance(answer, select.Unsupported):
-        return Choice(None, reason=answer.reason)
-    return Choice("general" if general else "triton", answer.template)

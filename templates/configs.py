@@ -134,6 +134,19 @@ _SMALL: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
 #: Most shared memory, in bytes, of one program with the rows of a family. A device with less takes those of :data:`_SMALL`.
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
+# FP8 forward. Tiles of the 16-bit rows, halved until ahead-of-time compilation shows no spills.
+_TABLE |= {
+    (80, 1, 64, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 3)),
+    (80, 1, 128, "forward"): _rows((128, 64, 8, 3), (64, 64, 4, 2)),
+    (80, 1, 256, "forward"): _rows((64, 64, 8, 2), (64, 32, 4, 2)),
+    (90, 1, 64, "forward"): (*_tma((128, 64, 4, 3)), *_rows((128, 64, 4, 3), (64, 64, 4, 3))),
+    (90, 1, 128, "forward"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 3))),
+    (90, 1, 256, "forward"): (*_tma((64, 64, 8, 2)), *_rows((64, 64, 8, 2), (64, 32, 4, 2))),
+    (100, 1, 64, "forward"): _tma((128, 64, 8, 3), (128, 64, 4, 2)),
+    (100, 1, 128, "forward"): _tma((128, 64, 8, 3), (128, 64, 4, 2)),
+    (100, 1, 256, "forward"): _tma((128, 64, 8, 2), (64, 64, 4, 1)),
+}
+
 # Programs whose mask leaves tiles out: rows that replace those above. Smaller tiles lose less at the mask's edge.
 _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 64, "forward"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 128, 4, 2))),  # causal: 425 413 409
@@ -200,7 +213,7 @@ class Use:
 
     Attributes:
         arch: 80, 90 or 100.
-        element: bytes of one operand element, 2 or 4.
+        element: bytes of one operand element, 1, 2 or 4.
         qk_pad, v_pad: padded head dims.
         rows: seqlen_q times the query heads of a group, where it is a number.
         keys: seqlen_kv where it is a number.

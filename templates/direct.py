@@ -19,6 +19,7 @@ from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows
 from fa_inductor.templates.configs import PASSES, TileConfig
 from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
+from fa_inductor.templates.quantise import fp8_problem, quantise
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
 from fa_inductor.templates.splits import merge, unit_of
@@ -132,6 +133,33 @@ def forward(
         unit = unit_of(Program.of(spec, problem))
         merged, lse = merge(written, lse, written.shape, unit, spec.dead_rows == "zero", torch.ops.aten)
         out.copy_(merged)
+    return out, lse
+
+
+def fp8_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: AttentionSpec,
+    config: TileConfig,
+    format: str = "e4m3",
+    rounds: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the operands cast to FP8; ``format`` and ``rounds`` as :func:`quantise` has them."""
+    set_allocator(q.device)
+    small = quantise(q, k, v, format, rounds=rounds)
+    problem = fp8_problem(problem_of(q, k, v, captures, sizes))
+    kernel = forward_kernel(spec, problem, config, fp8=True, rounds=rounds)
+    batch, heads, rows, _ = q.shape
+    out = _empty(q, (batch, heads, rows, v.shape[3]), spec.layout)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    pack = packs_heads(problem, config)
+    grid = -(-(rows * problem.group if pack else rows) // config.block_m) * batch * (k.shape[1] if pack else heads)
+    scales = {"QS": small.q_scale, "KS": small.k_scale, "VS": small.v_scale}
+    tensors = {"Q": small.q, "K": small.k, "V": small.v, "LSE": lse, **scales, **named(captures, spec, problem)}
+    standalone.launch(kernel, grid, tensors, out, sizes)
     return out, lse
 
 

@@ -10,6 +10,7 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.body import Descriptors, descriptors, tile_body
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import LOG2E, Program
+from fa_inductor.templates.quantise import E4M3_MAX, SCALE_KEYS, TINY
 from fa_inductor.templates.rendering import KernelSource, Problem, common_constants, is_even, render
 from fa_inductor.templates.score_codegen import ScorePrinter, float_literal, hoistable
 from fa_inductor.templates.tiles import plan
@@ -61,8 +62,13 @@ def packs_heads(problem: Problem, config: TileConfig) -> bool:
 
 
 @lru_cache(maxsize=512)
-def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> KernelSource:
+def forward_kernel(
+    spec: AttentionSpec, problem: Problem, config: TileConfig, fp8: bool = False, rounds: bool = False
+) -> KernelSource:
     """Render the forward kernel.
+
+    ``fp8``: for operands of :mod:`fa_inductor.templates.quantise`, a program without dropout. ``rounds``: FP8 weights are
+    rounded in float32, for Triton's interpreter.
 
     Raises:
         Unprintable: a term of the program has no Triton form.
@@ -84,7 +90,8 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
     if poly:
         functions = functions | {poly}
     captures = used_captures(spec.expressions, spec.seed_slot)
-    arguments = ("Q", "K", "V", "LSE", *(f"CAP{s}" for s, _ in captures), *schedule.arguments)
+    scales = ("QS", "KS", "VS") if fp8 else ()
+    arguments = ("Q", "K", "V", "LSE", *scales, *(f"CAP{s}" for s, _ in captures), *schedule.arguments)
     context: dict[str, Any] = {
         "kernel_args": ", ".join(f'"{a}"' for a in arguments),
         "captures": captures,
@@ -108,6 +115,8 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "poly": poly,
         "poly_quarters": config.poly_quarters,
         "threshold": config.rescale_threshold,
+        "fp8": fp8,
+        "rounds": rounds,
     }
     text, digest = render("common/forward.py.jinja", functions, context)
     constants = {
@@ -120,6 +129,7 @@ def forward_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) ->
         "KEEP_SCALE": 1.0 / (1.0 - spec.dropout_p),
         "PACK": pack,
         "SPLITS": config.splits,
+        **({"SCALE_KEYS": SCALE_KEYS, "P_TOP": E4M3_MAX, "TINY": TINY} if fp8 else {}),
     }
     return KernelSource(
         name=f"fa_forward_{digest}",

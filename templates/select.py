@@ -7,6 +7,7 @@ rewritten and again when the op is lowered; its reasons are what the report show
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fa_inductor.bounds import Facts
@@ -14,6 +15,7 @@ from fa_inductor.expr import KV_IDX, Q_IDX, Load
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.backward import is_unique
 from fa_inductor.templates.program import Program
+from fa_inductor.templates.quantise import FORMATS
 from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
 from fa_inductor.templates.sm90 import form
 
@@ -101,12 +103,61 @@ def supports(request: Request) -> Supported | Unsupported:
     return Supported(forward if forward == backward else f"{forward}, backward {backward}")
 
 
+def fp8_refusal(request: Request, format: str) -> str:
+    """Why an attention does not run in FP8, "" where it does. ``format``: of templates.quantise.FORMATS."""
+    major, minor = request.capability
+    if (major, minor) < (8, 9):
+        return f"compute capability {major}.{minor} has no FP8 units"
+    if FORMATS[format].integer and major in (10, 11):
+        # triton 3.6 compiles such products to mma.sync, past the tensor memory.
+        return f"8-bit integers are slow on compute capability {major}.{minor}; 'e4m3-rotated' is not"
+    if request.backward:
+        return "gradients are wanted, and FP8 attention has none"
+    if request.dtype not in ("bfloat16", "float16"):
+        return f"operands are {request.dtype}"
+    for dim in (request.qk_dim, request.v_dim):
+        if dim % 16 or not 32 <= dim <= 256:
+            return f"the head_dim {dim} is no multiple of 16 from 32 to 256"
+    if request.spec.dropout_p:
+        return "dropout is active"
+    for name, length in (("queries", request.queries), ("keys", request.keys)):
+        if length is not None and length < FP8_FEWEST:
+            return f"{length} {name}: below {FP8_FEWEST} the cast costs more than FP8 saves"
+    return ""
+
+
+def fp8_supports(request: Request, format: str) -> Supported | Unsupported:
+    """As :func:`supports`, for an attention in FP8."""
+    reason = fp8_refusal(request, format)
+    if reason:
+        return Unsupported(reason)
+    general = _general(request)
+    if isinstance(general, Unsupported):
+        return general
+    if not not_hopper_fp8(request):
+        return Supported(HOPPER_FP8)
+    major, minor = request.capability
+    arch = architecture(request.capability)
+    return Supported(f"sm{major}{minor}-{'tma' if arch and arch >= 90 else 'pointer'}-fp8")
+
+
+#: The name of the Gluon FP8 kernel for sm_90.
+HOPPER_FP8 = "sm90-gluon-fp8"
+#: Fewest queries and keys: below, reading and writing the operands for the cast takes as long as the attention.
+FP8_FEWEST = 512
+
+
+def not_hopper_fp8(request: Request) -> str:
+    """Why the Gluon FP8 kernel does not run an attention that FP8 supports, "" where it does."""
+    return not_hopper(replace(request, tma=True, backward=False), form.fp8_refusal)
+
+
 #: The name of the Gluon kernels for sm_90. Forward and backward are chosen each for itself.
 HOPPER = "sm90-gluon"
 
 
-def not_hopper(request: Request) -> str:
-    """Why the Gluon kernels for Hopper do not run a pass, "" where they do."""
+def not_hopper(request: Request, refusal: Callable[..., str] | None = None) -> str:
+    """Why the Gluon kernels for Hopper do not run a pass, "" where they do. ``refusal``: of another kernel than theirs."""
     if request.general:
         return "kernel='general' was chosen"
     if request.capability != (9, 0) or os.environ.get("TRITON_OVERRIDE_ARCH"):
@@ -117,7 +168,7 @@ def not_hopper(request: Request) -> str:
     if queries is None or keys is None or heads is None:
         return "sizes are not known"
     spec = Program.under(request.spec, request.facts, False).spec
-    refusal = form.backward_refusal if request.backward else form.refusal
+    refusal = refusal or (form.backward_refusal if request.backward else form.refusal)
     return refusal(spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
 
 

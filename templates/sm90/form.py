@@ -124,6 +124,13 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
     return ""
 
 
+def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int) -> str:
+    """Why the FP8 forward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`."""
+    if qk_dim % 16 or v_dim % 16:
+        return f"rows of {qk_dim} and {v_dim} elements are no multiple of 16 bytes"
+    return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_WORK)
+
+
 def backward_refusal(
     spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int
 ) -> str:

@@ -23,7 +23,13 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """The shared memory layout of a tile."""
     from triton.experimental.gluon import language as gl
 
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    element = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.int8: gl.int8,
+    }[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
@@ -33,7 +39,7 @@ def overlaps(t: Tensor) -> bool:
 
 
 class DescriptorForm:
-    """TMA descriptors of [1, ..., *tile] tiles, for tensors of one shape, strides and dtype: bf16, fp16 or float32.
+    """TMA descriptors of [1, ..., *tile] tiles, for tensors of one shape, strides and dtype: bf16, fp16, float32, e4m3, int8.
 
     Raises AssertionError where TMA cannot read such a tensor: strides that are no multiples of 16 bytes.
     """
@@ -43,7 +49,8 @@ class DescriptorForm:
 
         block = (*[1] * (like.dim() - len(tile)), *tile)
         # A dimension of one element may have any stride; TMA wants multiples of 16 bytes.
-        strides = [s if n > 1 else 8 for n, s in zip(like.shape[:-1], like.stride()[:-1], strict=True)]
+        free = max(8, 16 // like.element_size())
+        strides = [s if n > 1 else free for n, s in zip(like.shape[:-1], like.stride()[:-1], strict=True)]
         self._type = TensorDescriptor
         made = TensorDescriptor(like, list(like.shape), [*strides, 1], list(block), _layout(block, like.dtype))
         self._fields = {**vars(made), "base": None}

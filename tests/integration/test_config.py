@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fa_inductor.config import Options
-from fa_inductor.errors import FaInductorError, OptionError, UnsupportedOptionError
+from fa_inductor.errors import FaInductorError, OptionError
 
 
 def test_defaults() -> None:
@@ -19,7 +19,7 @@ def test_defaults() -> None:
     assert options.dropout
     assert not options.strict
     assert not options.verify
-    assert (options.min_seqlen, options.kernel, options.fp8, options.log_level) == (None, "auto", None, None)
+    assert (options.min_seqlen, options.kernel, options.fp8, options.log_level) == (None, "auto", "off", None)
     assert inductor == {}
 
 
@@ -55,7 +55,7 @@ def test_ours_are_taken_and_inductors_are_passed_on() -> None:
         ({"kernel": "referense"}, "(did you mean 'reference'?)"),
         ({"kernel": None}, "kernel: got None of type NoneType, expected 'auto' or 'general' or 'reference' or 'aten'"),
         ({"log_level": "info"}, "log_level: got 'info' of type str"),
-        ({"fp8": "e5m2"}, "fp8: got 'e5m2' of type str, expected None or 'e4m3'"),
+        ({"fp8": "e5m2"}, "fp8: got 'e5m2' of type str, expected 'off' or 'e4m3' or 'e4m3-rotated' or 'int8-e4m3'"),
         ({"max_autotune": 3}, "Inductor option max_autotune: got 3 of type int, expected bool"),
         ({3: 4}, "an option's name: got 3 of type int"),
     ],
@@ -71,11 +71,6 @@ def test_bad_options_are_named(given: dict, says: str) -> None:
 def test_not_a_mapping() -> None:
     with pytest.raises(OptionError, match="options: got \\['strict'\\] of type list"):
         Options.from_user(["strict"])  # type: ignore[arg-type]
-
-
-def test_fp8_is_known_but_not_available() -> None:
-    with pytest.raises(UnsupportedOptionError, match="FP8 attention is not available in this version"):
-        Options.from_user({"fp8": "e4m3"})
 
 
 def test_constructor_checks_too() -> None:
@@ -94,9 +89,9 @@ def test_environment_booleans(monkeypatch: pytest.MonkeyPatch, text: str, value:
 def test_environment_other_types_and_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_INDUCTOR_MIN_SEQLEN", "512")
     monkeypatch.setenv("FA_INDUCTOR_KERNEL", "aten")
-    monkeypatch.setenv("FA_INDUCTOR_FP8", "none")
+    monkeypatch.setenv("FA_INDUCTOR_FP8", "e4m3")
     monkeypatch.setenv("FA_INDUCTOR_STRICT", "")
-    assert Options.from_user()[0] == Options(min_seqlen=512, kernel="aten")
+    assert Options.from_user()[0] == Options(min_seqlen=512, kernel="aten", fp8="e4m3")
     assert Options.from_user({"min_seqlen": 3})[0].min_seqlen == 3, "what the user passes wins"
     assert Options() == Options(min_seqlen=None), "the constructor does not read the environment"
 
@@ -137,13 +132,15 @@ def test_key_covers_what_changes_a_graph_and_only_that() -> None:
         "dropout": False,
         "min_seqlen": 7,
         "kernel": "reference",
+        "fp8": "e4m3",
+        "fp8_projection": True,
     }
     keys = {Options(**{name: value}).key() for name, value in changed.items()} | {Options().key()}
     assert len(keys) == len(changed) + 1
     assert Options(log_level="DEBUG").key() == Options().key()
     assert Options(min_seqlen=7).key() == Options.from_user({"min_seqlen": 7})[0].key()
     # Every option is either in the key or deliberately out of it.
-    assert {f.name for f in dataclasses.fields(Options)} == {*changed, "fp8", "log_level"}
+    assert {f.name for f in dataclasses.fields(Options)} == {*changed, "log_level"}
 
 
 def test_log_level_is_heard(caplog: pytest.LogCaptureFixture) -> None:

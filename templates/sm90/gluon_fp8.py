@@ -1,0 +1,378 @@
+"""Flash attention forward in FP8 for Hopper in Gluon, with the roles and the schedule of gluon_forward.
+
+Operands are those of templates/common/quantise.py: e4m3 (q and k may be int8), a scale for each query and for each block of
+SCALE_KEYS keys, V as [B, HKV, V_DIM, keys] with the keys of every 16 in the order in which a thread holds their scores. There the
+weights are quantised in registers and are at once the left operand of the product with V: nothing moves between threads.
+
+The scales of q and k and the scale of the softmax make one factor a row and tile. Weights are exp2(logit - max + shift), where
+the shift makes them as large as e4m3 takes, less what a block of V is scaled lower than the largest block so far (``v_top``);
+the sum of weights is shifted back. With TWO_LEVELS each tile's product is added to the output outside of the tensor cores.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_inductor.templates.sm90.gluon_forward import key_tiles, tanh, tile_of, tma_load, tma_store
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = 64 * CONSUMERS
+    loaded = 0
+    turn = 0
+    total = (q_len + ROWS - 1) // ROWS * total_heads
+    work = gl.program_id(0)
+    while work < total:
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        kv_head = h // group
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+            tma_load(q_desc, [b, h, q_first + w * 64, 0], q_full.index(w), q_smem.index(w))
+        for j in range(end - first):
+            i = loaded + j
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            n = (end - 1 - j) * KEYS
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma_load(k_desc, [b, kv_head, n, 0], k_full.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            tma_load(v_desc, [b, kv_head, 0, n], v_full.index(stage), v_smem.index(stage))
+        if DYNAMIC:
+            work = gl.minimum(gl.maximum(gl.atomic_add(counter, 1), 0), 1 << 30) + gl.num_programs(0)
+            mbarrier.wait(work_empty, (turn & 1) ^ 1)
+            work_smem.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(work_full)
+        else:
+            work += gl.num_programs(0)
+        loaded += end - first
+        turn += 1
+
+
+@gluon.jit
+def pack(p, KEYS: gl.constexpr):
+    """Weights [64, KEYS] in the scores' layout, cast to e4m3, four to an int32: h, c, b of every 16 keys as (c; h, b)."""
+    p = p.reshape([64, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    even, odd = gl.split(p)
+    even0, even1 = gl.split(even)
+    odd0, odd1 = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f", [even0, odd0, even1, odd1], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpack(words, KEYS: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """What :func:`pack` packed, as the left operand [64, KEYS] of the product with V: every thread has what it takes."""
+    low = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
+    high = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
+    p = gl.join(low, high).reshape([64, KEYS])
+    return gl.convert_layout(p, P_LAYOUT, assert_trivial=True).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def moved(words):
+    """The same words in other registers. The weights of a tile are computed while a product reads those of the tile before;
+    ptxas serialises every product of a kernel that writes them where those are, so they are moved there once it is done."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def softmax(
+    s, m, denom, factor, scale, v_top, v_scale, row_first, n, kv_len, low, high,
+    EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """One tile of products into weights: (p in e4m3, maximum, sum, largest scale of V, what the earlier output is multiplied
+    with). ``factor`` [64]: makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are."""
+    s = s.to(gl.float32)
+    if SOFTCAP:
+        s = tanh(s * factor[:, None])
+    if EDGE:
+        q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        if HAS_HIGH:
+            s = gl.where(kv_idx[None, :] <= (q_idx + high)[:, None], s, -float("inf"))
+        if HAS_LOW:
+            s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
+        if not EVEN:
+            s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
+    v_new = gl.maximum(v_top, v_scale)
+    # 448, as a power of two.
+    shift = gl.log2(v_scale / v_new) + 8.807354922057604
+    if SOFTCAP:
+        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        p = gl.exp2(s * scale - (m_safe - shift)[:, None])
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        p = gl.exp2(s * factor[:, None] - (m_safe - shift)[:, None])
+    alpha = gl.exp2(m - m_safe)
+    denom = denom * alpha + gl.sum(p, 1) * gl.exp2(-shift)
+    return pack(p, KEYS), m_new, denom, v_new, alpha * (v_top / v_new)
+
+
+@gluon.jit
+def step(
+    i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc, v_top, alpha,
+    k_scales, v_scales, row_factor, scale, row_first, kv_len, low, high,
+    W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    TWO_LEVELS: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns.
+
+    With TWO_LEVELS ``alpha`` is what the output before tile ``i - 1`` is multiplied with; else that has happened.
+    """
+    stage = i % STAGES
+    before = (i - 1) % STAGES
+    k_scale = gl.load(k_scales + n // SCALE_KEYS)
+    v_scale = gl.load(v_scales + n // SCALE_KEYS)
+    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    if PING_PONG:
+        mbarrier.wait(turn.index(W), t & 1)
+    weights = unpack(p, KEYS, P_LAYOUT)
+    zero = gl.zeros([64, KEYS], gl.int32 if q.dtype == gl.int8 else gl.float32, S_LAYOUT)
+    k = k_smem.index(stage).reshape([KEYS, q.shape[1]]).permute((1, 0))
+    s_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    v = v_smem.index(before).reshape([acc.shape[1], KEYS]).permute((1, 0))
+    if TWO_LEVELS:
+        zero_o = gl.zeros([64, acc.shape[1]], gl.float32, O_LAYOUT)
+        o_token = warpgroup_mma(weights, v, zero_o, use_acc=False, is_async=True)
+    else:
+        o_token = warpgroup_mma(weights, v, acc, is_async=True)
+    if PING_PONG:
+        mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    mbarrier.arrive(k_empty.index(stage))
+    p, m, denom, v_top, alpha_new = softmax(
+        s, m, denom, row_factor * k_scale, scale, v_top, v_scale, row_first, n, kv_len, low, high,
+        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, P_LAYOUT,
+    )  # fmt: skip
+    done = warpgroup_mma_wait(0, deps=[o_token])
+    p = moved(p)
+    mbarrier.arrive(v_empty.index(before))
+    if TWO_LEVELS:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None] + done
+    else:
+        acc = done * gl.convert_layout(alpha_new, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return p, m, denom, acc, v_top, alpha_new
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+    v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, EVEN: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
+    O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    ROWS: gl.constexpr = 64 * CONSUMERS
+    q = q_smem.index(W).reshape([64, QK_DIM])
+    o_tile = o_smem.index(W)
+    loaded = 0
+    t = 0
+    done = 0
+    total = (q_len + ROWS - 1) // ROWS * total_heads
+    work = gl.program_id(0)
+    while work < total:
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        row_first = q_first + W * 64
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
+        rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+        row_base = (b * num_heads + h).to(gl.int64) * q_len
+        q_scale = gl.load(q_scales + row_base + gl.minimum(rows, q_len - 1))
+        row_factor = q_scale * (cap if SOFTCAP else scale)
+        block_base = (b * (num_heads // group) + h // group).to(gl.int64) * ((kv_len + SCALE_KEYS - 1) // SCALE_KEYS)
+        ks = k_scales + block_base
+        vs = v_scales + block_base
+
+        k_scale = gl.load(ks + (end - 1) * KEYS // SCALE_KEYS)
+        v_top = gl.load(vs + (end - 1) * KEYS // SCALE_KEYS)
+        mbarrier.wait(q_full.index(W), done & 1)
+        mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
+        zero = gl.zeros([64, KEYS], gl.int32 if q.dtype == gl.int8 else gl.float32, S_LAYOUT)
+        k = k_smem.index(loaded % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(loaded % STAGES))
+        p, m, denom, v_top, alpha = softmax(
+            s, m, denom, row_factor * k_scale, scale, v_top, v_top, row_first, (end - 1) * KEYS, kv_len, low, high,
+            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, P_LAYOUT,
+        )  # fmt: skip
+        if HAS_HIGH or not EVEN:
+            for j in range(1, end - full_end):
+                p, m, denom, acc, v_top, alpha = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, KEYS, STAGES,
+                    CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        for j in range(gl.maximum(end - full_end, 1), end - full_first):
+            p, m, denom, acc, v_top, alpha = step(
+                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, False, KEYS, STAGES,
+                CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        if HAS_LOW:
+            for j in range(gl.maximum(end - full_first, 1), end - first):
+                p, m, denom, acc, v_top, alpha = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, KEYS, STAGES,
+                    CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        mbarrier.arrive(q_empty.index(W))
+        if DYNAMIC:
+            mbarrier.wait(work_full, done & 1)
+            work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            mbarrier.arrive(work_empty)
+        else:
+            work += gl.num_programs(0)
+        loaded += end - first
+        t += end - first - 1
+        done += 1
+
+        last = loaded - 1
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        v = v_smem.index(last % STAGES).reshape([V_DIM, KEYS]).permute((1, 0))
+        if TWO_LEVELS:
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        acc = warpgroup_mma(unpack(p, KEYS, P_LAYOUT), v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(last % STAGES))
+
+        gl.store(lse + row_base + rows, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
+        if DEAD_ZERO:
+            denom = gl.where(denom == 0.0, 1.0, denom)
+        # The weights were made 448 times as large.
+        acc = acc * gl.convert_layout(v_top * 0.002232142857142857 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        tma.store_wait(0)
+        o_tile.reshape([64, V_DIM]).store(acc.to(o_tile.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [b, h, row_first, 0], o_tile)
+    tma.store_wait(0)
+
+
+# One binary serves every length: a length divisible by 16, or 1, is no other kernel.
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_heads", "total_heads", "group"])
+def fp8_forward(
+    q_desc, k_desc, v_desc, o_desc, lse, q_scales, k_scales, v_scales, counter, scale, cap, q_len, kv_len, low, high, num_heads,
+    total_heads, group,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
+):  # fmt: skip
+    """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
+
+    Descriptors of e4m3 (Q and K: or int8) over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM]; over
+    [B, HKV, V_DIM, keys]: V [1, 1, V_DIM, KEYS]; of the output's dtype: O [1, 1, 64, V_DIM]. Launched as flash_forward is.
+    """
+    QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    V_DIM: gl.constexpr = v_desc.block_type.shape[2]
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    work_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    work_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(work_full, count=1)
+    mbarrier.init(work_empty, count=CONSUMERS)
+    fence_async_shared()
+    if PING_PONG:
+        mbarrier.arrive(turn.index(0))
+    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+            )),
+            (consumer, (
+                1, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+            )),
+            (consumer, (
+                1, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+            )),
+            (consumer, (
+                2, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+            )),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

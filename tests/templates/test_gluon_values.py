@@ -1,0 +1,123 @@
+"""Values of the Gluon forward kernels on the CPU, run by :mod:`tests.templates.gluon_threads`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_inductor import fp8, reference
+from fa_inductor.spec import AttentionSpec
+from tests.templates.families import error
+from tests.templates.gluon_threads import Descriptor, Pointer, launch
+
+pytest.importorskip("triton")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and its form; (batch, query heads, key heads, queries, keys); (Dqk, Dv); constants that are no default."""
+
+    program: str
+    form: dict[str, Any]
+    shape: tuple[int, int, int, int, int]
+    dims: tuple[int, int] = (64, 64)
+    constants: dict[str, Any] = field(default_factory=dict)
+    programs: int = 2
+
+
+_CAUSAL = "score=where(kv_idx <= q_idx, score * 0.1, -inf)"
+_BAND = "score=where((kv_idx <= q_idx + 30) & (kv_idx >= q_idx - 40), score * 0.1, -inf)"
+CASES = {
+    "plain": Case("score=score * 0.1", {}, (1, 2, 1, 130, 300)),
+    "causal": Case(_CAUSAL, {"high": 0}, (2, 2, 1, 300, 300), (64, 128)),
+    "causal_even": Case(_CAUSAL, {"high": 0}, (1, 2, 2, 300, 512), constants={"DYNAMIC": False}),
+    "band": Case(f"{_BAND}", {"low": -40, "high": 30}, (1, 2, 1, 400, 290), constants={"PING_PONG": False}),
+    "band_zero": Case(
+        f"{_BAND}, dead_rows='zero'", {"low": -40, "high": 30}, (1, 2, 1, 400, 290), constants={"KEYS": 64, "CONSUMERS": 3}
+    ),
+    "softcap": Case(
+        "score=where(kv_idx <= q_idx, tanh(score * 0.02) * 50.0, -inf)", {"high": 0, "cap": 0.02, "scale": 50.0},
+        (1, 4, 2, 260, 390), (128, 64), {"KEYS": 64}, 3,
+    ),
+}  # fmt: skip
+
+
+def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, kv_heads, queries, keys = case.shape
+    q, k, v = (
+        torch.randn(batch, h, n, d)
+        for h, n, d in ((heads, queries, case.dims[0]), (kv_heads, keys, case.dims[0]), (kv_heads, keys, case.dims[1]))
+    )
+    v[:, :, :128] *= 30.0  # the scales of the blocks of keys differ
+    return q, k, v
+
+
+def constants(case: Case, **more: Any) -> dict[str, Any]:
+    made = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2, "SECTION": 3, "DYNAMIC": True, "REGISTERS": 0, "PING_PONG": True}
+    made |= case.constants
+    flags = {"HAS_LOW": "low" in case.form, "HAS_HIGH": "high" in case.form, "SOFTCAP": "cap" in case.form}
+    return {**made, **flags, "EVEN": case.shape[4] % made["KEYS"] == 0, "DEAD_ZERO": "zero" in case.program, **more}
+
+
+def numbers(case: Case) -> list[Any]:
+    batch, heads, kv_heads, queries, keys = case.shape
+    low, high = case.form.get("low", 0), case.form.get("high", 0)
+    integers = (queries, keys, low, high, heads, batch * heads, heads // kv_heads)
+    scale = case.form.get("scale", 0.1) * math.log2(math.e)
+    return [Pointer(torch.zeros(1, dtype=torch.int64)), scale, case.form.get("cap", 0.0), *map(torch.tensor, integers)]
+
+
+def check(out: Tensor, lse: Tensor, operands: tuple[Tensor, ...], case: Case, bound: float) -> None:
+    true, true_lse = reference.attention(*operands, [], [], AttentionSpec.parse(f"attention({case.program})"))
+    kept = torch.isfinite(true_lse)
+    assert error(out[kept], true[kept]) < bound
+    torch.testing.assert_close(lse.view_as(true_lse), true_lse, rtol=1e-5, atol=1e-4)
+    assert torch.equal(torch.isnan(out), torch.isnan(true))
+
+
+def results(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, heads, _, queries, _ = case.shape
+    return torch.full((batch, heads, queries, case.dims[1]), 7.0, dtype=dtype), torch.full((batch * heads * queries,), 7.0)
+
+
+@pytest.mark.parametrize(("format", "two_levels"), [("e4m3", False), ("e4m3", True), ("int8-e4m3", False)])
+@pytest.mark.parametrize("name", list(CASES))
+def test_fp8(name: str, format: str, two_levels: bool) -> None:
+    from fa_inductor.templates.sm90.gluon_fp8 import fp8_forward
+
+    case = CASES[name]
+    q, k, v = operands(case)
+    small = fp8.cast_operands(q, k, v, format)
+    index = torch.arange(small.v.shape[3])
+    place = (index & -16) | ((index & 6) << 1) | ((index & 8) >> 2) | (index & 1)
+    v8 = torch.empty_like(small.v)
+    v8[..., place] = small.v
+    out, lse = results(case, torch.float32)
+    made = constants(case, TWO_LEVELS=two_levels, SCALE_KEYS=128)
+    (d, dv), keys = case.dims, made["KEYS"]
+    tiles = ((small.q, 64, d), (small.k, keys, d), (v8, dv, keys), (out, 64, dv))
+    arguments = [Descriptor(t, (1, 1, *tile)) for t, *tile in tiles]
+    arguments += [Pointer(t.flatten()) for t in (lse, small.q_scale, small.k_scale, small.v_scale)]
+    launch(fp8_forward, case.programs, [*arguments, *numbers(case)], made)
+    # The weights alone are rounded besides.
+    check(out, lse, fp8.rounded(q, k, v, format), case, 0.03)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_16_bit(name: str) -> None:
+    from fa_inductor.templates.sm90.gluon_forward import flash_forward
+
+    case = CASES[name]
+    q, k, v = (t.half() for t in operands(case))
+    out, lse = results(case, torch.float16)
+    made = constants(case, OWN_O=True)
+    (d, dv), keys = case.dims, made["KEYS"]
+    tiles = ((q, 64, d), (k, keys, d), (v, keys, dv), (out, 64, dv))
+    arguments = [*(Descriptor(t, (1, 1, *tile)) for t, *tile in tiles), Pointer(lse)]
+    launch(flash_forward, case.programs, [*arguments, *numbers(case)], made)
+    check(out.float(), lse, (q.float(), k.float(), v.float()), case, 1e-3)
