@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates.select import HOPPER, Request, Supported, Unsupported, supports
+from fa_inductor.templates.select import HOPPER, Request, Supported, Unsupported, fp8_supports, not_hopper_fp8, supports
 
 CAUSAL = AttentionSpec.parse("attention(score=where(kv_idx <= q_idx, score * 0.1, -inf))")
 #: A causal training step on Hopper.
@@ -62,3 +62,12 @@ def test_the_general_templates_take_the_rest(changes: dict[str, object], templat
 
 def test_older_devices_have_none() -> None:
     assert isinstance(supports(replace(REQUEST, capability=(7, 5))), Unsupported)
+
+
+def test_wide_heads_in_fp8_take_the_general_kernel() -> None:
+    """Where the tensor cores alone would sum the output, whose sums of FP8 products drift."""
+    request = Request(AttentionSpec.parse("attention(score=score * 0.1)"), "bfloat16", 128, 128, (9, 0), keys=4096,
+                             queries=4096, heads=64)  # fmt: skip
+    assert not_hopper_fp8(request) == ""
+    assert "outside of the tensor cores" in not_hopper_fp8(replace(request, qk_dim=256, v_dim=256))
+    assert isinstance(fp8_supports(replace(request, qk_dim=256, v_dim=256), "e4m3"), Supported)
