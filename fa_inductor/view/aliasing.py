@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storages(n: fx.Node) -> set[int]:
@@ -61,8 +61,8 @@ def written(n: fx.Node) -> list[fx.Node]:
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether the example value of a node holds a tensor subclass, as DTensor is, and not Dynamo's plain fake tensors."""
-    return any(isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(value))
+    """Whether the example value of a node holds a tensor that wraps others, as DTensor does."""
+    return any(is_traceable_wrapper_subclass(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
 def write_beside_subclasses(gm: fx.GraphModule) -> fx.Node | None:

@@ -49,7 +49,11 @@ def decompositions() -> dict:
 
 def _example(n: fx.Node) -> Any:
     v = n.meta.get("example_value", n.meta.get("val"))
-    return FOREIGN if aliasing.is_foreign(v) else v
+    if aliasing.is_foreign(v):
+        return FOREIGN
+    if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor):
+        raise ViewError(f"input {n.name} is a {type(v).__name__}, not a plain tensor", n)
+    return v
 
 
 def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode | None:

@@ -1,15 +1,17 @@
 """What one process of ``test_distributed.py`` runs: a small decoder trained eager and compiled under a kind of parallelism.
 
-    python -m tests.integration.distributed_worker RANK WORLD FOLDER SCENARIO...
+    RANK=0 WORLD_SIZE=2 python -m tests.integration.distributed_worker FOLDER [SCENARIO...]
+    torchrun --nproc-per-node 2 -m tests.integration.distributed_worker --device cuda FOLDER [SCENARIO...]
 
-Ranks meet through a file in FOLDER and gloo picks its own ports. Each scenario becomes ``FOLDER/SCENARIO.RANK.json``.
+Ranks meet through a file in FOLDER and pick their own ports. Each scenario becomes ``FOLDER/SCENARIO.RANK.json``. On GPUs, over
+NCCL, every scenario is compiled with the default options and code generation.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +37,10 @@ from tests.compiling import Fusing
 
 #: A layer has more than the MiB that DDP's first bucket holds at least, so that every layer gets a bucket.
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, BATCH, LENGTH, STEPS = 17, 192, 8, 4, 2, 2, 24, 3
+
+
+#: Set by the command line.
+DEVICE = "cpu"
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------------
@@ -114,6 +120,8 @@ class Scenario:
 
     def backend(self) -> dict[str, Any]:
         """Keyword arguments of torch.compile."""
+        if DEVICE == "cuda":
+            return {"backend": "fa_inductor"}
         if self.generated:
             return {"backend": "fa_inductor", "options": self.options}
         return {"backend": Fusing(Options(**self.options))}
@@ -127,7 +135,7 @@ class Scenario:
             columns = ColwiseParallel(use_local_output=self.kind == "tensor")
             plan: dict[str, Any] = {f"attention.{name}": columns for name in "qkv"}
             plan |= {"attention.o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
             for layer in model.layers:
                 parallelize_module(layer, mesh, plan)
             return whole(model)
@@ -174,7 +182,7 @@ def train(scenario: Scenario, compiled: bool) -> dict[str, Any]:
     """Losses of every batch and the gradients of the first step, by parameter; what the pass reported."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Decoder(scenario.dropout, scenario.checkpointed)
+    model = Decoder(scenario.dropout, scenario.checkpointed).to(DEVICE)
     compiling = scenario.backend() if compiled else None
     module = scenario.wrap(model, compiling)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=scenario.fused)
@@ -185,7 +193,7 @@ def train(scenario: Scenario, compiled: bool) -> dict[str, Any]:
     with collecting() as report:
         for step in range(STEPS):
             for micro in range(scenario.accumulate):
-                tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=g)
+                tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=g).to(DEVICE)
                 with scenario.synchronised(module, micro == scenario.accumulate - 1):
                     loss = F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
                     (loss / scenario.accumulate).backward()
@@ -226,16 +234,40 @@ def run(scenario: Scenario) -> dict[str, Any]:
     return {**result, "seconds": time.monotonic() - start}
 
 
+def told(name: str, result: dict[str, Any]) -> str:
+    """One line about a scenario."""
+    eager, ours = result["losses"]
+    apart = max(abs(a - b) / abs(a) for a, b in zip(eager, ours, strict=True))
+    fused = sum(status == "fused" for status, _, _ in result["sites"])
+    text = f"{name}: {fused}/{len(result['sites'])} fused in {result['graphs']} graphs, losses {apart:.1e} apart"
+    text += f", gradients {result['gradients']:.1e}"
+    if "kept" in result:
+        text += f", gradients with and without checkpointing {result['kept']['gradients']:.1e}"
+    return f"{text}, {result['seconds']:.0f} s"
+
+
 def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    global DEVICE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), metavar="SCENARIO", help=", ".join(SCENARIOS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args()
+    rank, world, DEVICE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options.device
     torch.set_num_threads(1)
-    patience = timedelta(seconds=180)  # of one collective: the ranks compile side by side
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=patience)
-    for name in sys.argv[4:]:
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        {"cpu": "gloo", "cuda": "nccl"}[DEVICE], init_method=f"file://{options.folder.resolve()}/rendezvous",
+        rank=rank, world_size=world, timeout=timedelta(seconds=180),  # of one collective: the ranks compile side by side
+    )  # fmt: skip
+    for name in options.scenarios:
         result = run(SCENARIOS[name])
-        scratch = folder / f"{name}.{rank}.part"
+        scratch = options.folder / f"{name}.{rank}.part"
         scratch.write_text(json.dumps(result))
-        scratch.replace(folder / f"{name}.{rank}.json")
+        scratch.replace(options.folder / f"{name}.{rank}.json")
+        if rank == 0:
+            print(told(name, result), flush=True)
     dist.destroy_process_group()
 
 

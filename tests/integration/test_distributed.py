@@ -10,17 +10,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-pytest.importorskip("torch.distributed.fsdp")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
+from tests.compiling import Fusing
 from tests.integration.distributed_worker import LAYERS, SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ Results = Callable[[str], list[dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Result of every rank of a scenario, by its name."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of the machine may not resolve
@@ -44,8 +46,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     command = [sys.executable, "-m", "tests.integration.distributed_worker"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(WORLD), str(folder), *SCENARIOS],
-            cwd=ROOT, env=environment, stdout=logs[rank], stderr=subprocess.STDOUT,
+            [*command, str(folder), *SCENARIOS],
+            cwd=ROOT, env={**environment, "RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT,
         )
         for rank in range(WORLD)
     ]  # fmt: skip
@@ -112,3 +114,55 @@ def test_dropout_trains_and_is_repeated_by_checkpointing(name: str, results: Res
         assert ours == pytest.approx(eager, rel=0.03)
         assert result["kept"]["losses"] == pytest.approx(ours, rel=1e-6)
         assert result["kept"]["gradients"] < 1e-5
+
+
+# ---- the graph pass beside DTensors, in this process ---------------------------------------------------------------------
+@pytest.fixture
+def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A mesh of this process alone."""
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * 0.3
+    return torch.softmax(scores if keep is None else scores.masked_fill(~keep, -1e9), -1) @ v
+
+
+def compiled_like_eager(fn: Callable[..., Tensor], *inputs: Any) -> Fusing:
+    backend = Fusing()
+    torch.testing.assert_close(torch.compile(fn, backend=backend)(*inputs), fn(*inputs))
+    return backend
+
+
+def test_mask_and_operands_out_of_dtensors(mesh: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    q, k, v, keep = (distribute_tensor(x, mesh) for x in (*torch.randn(3, 2, 2, 8, 4), torch.rand(8, 8) > 0.3))
+    backend = compiled_like_eager(lambda *xs: attention(*(x.to_local() for x in xs)), q, k, v, keep)
+    assert [site.form for site in backend.report.fused] == ["mask"]
+
+
+def test_dtensors_themselves(mesh: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    q, k, v = (distribute_tensor(x, mesh) for x in torch.randn(3, 2, 2, 8, 4))
+    backend = compiled_like_eager(lambda *xs: attention(*xs).to_local(), q, k, v)
+    assert [("DTensor" in reason) for reason in backend.reasons] == [True]
+
+
+def test_writes_beside_dtensors(mesh: Any) -> None:
+    """The local tensor is the DTensor's memory: after the write the product sees other queries than the projection gave."""
+    from torch.distributed.tensor import distribute_tensor
+
+    def fn(x: Any, k: Tensor, v: Tensor) -> Tensor:
+        q = (x * 2).to_local()
+        q.add_(1)
+        return attention(q, k, v)
+
+    x, k, v = torch.randn(3, 2, 2, 8, 4)
+    backend = compiled_like_eager(fn, distribute_tensor(x, mesh), k, v)
+    assert [("writes in place" in reason) for reason in backend.reasons] == [True]
