@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -84,10 +85,13 @@ def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:
     return tabulate(rows, headers=headers, tablefmt="github", floatfmt=".3g")
 
 
+def largest(values: Iterable[float]) -> float:
+    """The largest value, infinity where one is NaN, so that no comparison passes because of it."""
+    return max(math.inf if math.isnan(value) else value for value in values)
+
+
 def geometric_mean(values: Sequence[float]) -> float | None:
     """Geometric mean of positive numbers, None for an empty list."""
-    import math
-
     if not values:
         return None
     return math.exp(sum(math.log(value) for value in values) / len(values))

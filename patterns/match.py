@@ -18,6 +18,9 @@ from fa_inductor.patterns.terms import Unsupported, quotient, shape, value_of
 from fa_inductor.spec import Rejection
 from fa_inductor.view import OPAQUE, SDPA, AtenView, DynamoValue, slicing
 
+_TRANSFORMED = "inside a torch.func transform (vmap, grad, jvp), which the fused op does not support"
+_FOREIGN = "on a tensor subclass such as DTensor, for which the fused op has no rule: take the local tensors (to_local) before"
+
 
 def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
     """Every attention site of the view, in graph order; what merely contains a softmax is not a site."""
@@ -34,8 +37,9 @@ def recognise(view: AtenView) -> list[AttentionMatch | Rejection]:
         found = _guarded(view, softmax.node, lambda s=softmax: _match(view, s, live))
         if found is not None:
             out.append(found)
-    inside = "inside a torch.func transform (vmap, grad, jvp), which the fused op does not support"
-    return out + [Rejection(inside, n.name, source_line(n), path) for path, n in view.transformed]
+    for nodes, reason in ((view.transformed, _TRANSFORMED), (view.foreign, _FOREIGN)):
+        out += [Rejection(reason, n.name, source_line(n), path) for path, n in nodes]
+    return out
 
 
 def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped-def]

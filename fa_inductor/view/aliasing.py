@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storages(n: fx.Node) -> set[int]:
@@ -57,6 +58,19 @@ def written(n: fx.Node) -> list[fx.Node]:
         return side_writes(n)
     out = n.kwargs.get("out")
     return [a for a in pytree.tree_leaves((n.args[:1] or tuple(n.kwargs.values()), out)) if isinstance(a, fx.Node)]
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether the example value of a node holds a tensor that wraps others, as DTensor does."""
+    return any(is_traceable_wrapper_subclass(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def write_beside_subclasses(gm: fx.GraphModule) -> fx.Node | None:
+    """The first in-place node of a graph in which tensor subclasses occur: they may share memory with plain tensors."""
+    nodes = [n for g in _graphs(gm) for n in g.nodes if n.op.startswith("call") or n.op == "placeholder"]
+    if not any(is_foreign(n.meta.get("example_value")) for n in nodes):
+        return None
+    return next((n for n in nodes if n.op.startswith("call") and is_inplace(n)), None)
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -53,6 +53,8 @@ class AtenView:
     opaque_bodies: list[tuple[Path, fx.Node]] = field(default_factory=list)
     transformed: list[tuple[Path, fx.Node]] = field(default_factory=list)
     """Softmaxes and attention calls under torch.func transforms, which the view does not enter."""
+    foreign: list[tuple[Path, fx.Node]] = field(default_factory=list)
+    """Softmaxes and attention calls on tensor subclasses (DTensor), whose values the view does not know."""
     rewritten: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     """What stands for a leaf of a Dynamo node since a rewrite replaced it."""
     erased: set[fx.Node] = field(default_factory=set)

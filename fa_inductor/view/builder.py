@@ -26,7 +26,7 @@ from fa_inductor.view import aliasing
 from fa_inductor.view.aliasing import is_inplace
 from fa_inductor.view.aten_view import AtenView, ViewError
 from fa_inductor.view.books import Books
-from fa_inductor.view.interpreter import Interpreter
+from fa_inductor.view.interpreter import FOREIGN, Interpreter
 from fa_inductor.view.leaves import Leaves, opaque_outputs, plain
 
 aten = torch.ops.aten
@@ -49,6 +49,8 @@ def decompositions() -> dict:
 
 def _example(n: fx.Node) -> Any:
     v = n.meta.get("example_value", n.meta.get("val"))
+    if aliasing.is_foreign(v):
+        return FOREIGN
     if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor):
         raise ViewError(f"input {n.name} is a {type(v).__name__}, not a plain tensor", n)
     return v
@@ -108,6 +110,9 @@ def build(gm: fx.GraphModule) -> AtenView:
     shared = aliasing.hidden_write(gm, is_inplace)
     if shared is not None:
         raise ViewError(f"{shared.name} writes memory that two inputs of the graph share", shared)
+    beside = aliasing.write_beside_subclasses(gm)
+    if beside is not None:
+        raise ViewError(f"{beside.name} writes in place in a graph of tensor subclasses, which may share its memory", beside)
     books = Books()
     inputs = [_example(n) for n in gm.graph.nodes if n.op == "placeholder"]
     attributes = _tensor_attributes(gm)

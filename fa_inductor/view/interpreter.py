@@ -19,6 +19,8 @@ from fa_inductor.view.books import Books
 from fa_inductor.view.leaves import DETACH, OPAQUE, sdpa_inside
 
 _SKIPPED = object()
+#: Stands for a tensor subclass, as DTensor is: the view does not know what ops on it do. A plain tensor made from it is opaque.
+FOREIGN = object()
 
 
 class Interpreter(fx.Interpreter):
@@ -37,6 +39,11 @@ class Interpreter(fx.Interpreter):
         for a in n.all_input_nodes:
             if self.env.get(a) is _SKIPPED and (n.op != "output" or self.path):
                 self.env[a] = self._interpret(a, lambda x: self.opaque(x, ()))
+        entered = n.op == "output" or isinstance(n.target, torch._ops.HigherOrderOperator)
+        if not entered and any(self.env[a] is FOREIGN for a in n.all_input_nodes):
+            if slicing.is_anchor(n):
+                self.books.view.foreign.append((self.path, n))
+            return self._interpret(n, lambda x: self.opaque(x, ()))
         return self._interpret(n, self._dispatch)
 
     def _interpret(self, n: fx.Node, how: Callable[[fx.Node], Any]) -> Any:
@@ -97,7 +104,7 @@ class Interpreter(fx.Interpreter):
         for a in self.module.graph.nodes:  # type: ignore[union-attr]
             users = [u for u in a.users if u in live and u not in self.need]
             known = a in self.need or (bool(self.path) and a.op == "placeholder")
-            if a not in live or not known or not users:
+            if a not in live or not known or not users or self.env[a] is FOREIGN:
                 continue
             if isinstance(self.env[a], (tuple, list)) and all(u.target is operator.getitem for u in users):
                 self.books.kept.extend(self.env[a][u.args[1]] for u in users)
@@ -137,6 +144,8 @@ class Interpreter(fx.Interpreter):
 
     def opaque(self, n: fx.Node, inputs: Any) -> Any:
         """One node that stands for all outputs of ``n``; shapes come from Dynamo's own example values."""
+        if aliasing.is_foreign(n.meta.get("example_value")):
+            return FOREIGN
         leaves, spec = pytree.tree_flatten(n.meta.get("example_value"))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         key = self.books.new_key(tensors)
