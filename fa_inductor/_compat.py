@@ -65,6 +65,17 @@ def shared_memory(device: Any) -> int | None:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
+def traced_size(sizevars: Any, size: Any) -> int:
+    """The value of a run-time size that a graph was traced with, from Inductor's ``sizevars``; no guard is added.
+
+    Raises:
+        Exception: of torch's choice, for a size that has no such value.
+    """
+    # torch 2.11 and 2.12 have size_hint, torch 2.13 has not.
+    known = getattr(sizevars, "guarding_hint_or_throw", None) or sizevars.size_hint
+    return int(known(size))
+
+
 def inductor_option_type(name: str) -> type | None:
     """The declared type of an Inductor option where isinstance() can check it, else None (unions, generics)."""
     from typing import get_origin

@@ -261,7 +261,6 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
 
 def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
     import torch
-    from torch._inductor.lowering import to_dtype
 
     from fa_inductor import ops
     from fa_inductor.templates.forward import forward_kernel, packs_heads
@@ -289,7 +288,8 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     candidates = _candidates(arch, o, problem, "forward")
     splits = _splits(o, problem, candidates[0])
     out_size = [batch, heads, rows, o.v.get_size()[3]]
-    layout = _layout(o.q, out_size, dense_strides(out_size, spec.layout))
+    strides = dense_strides(out_size, spec.layout)
+    layout = _layout(o.q, out_size, strides)
     lse_size = out_size[:-1]
     if splits > 1:
         size = [splits, *out_size]
@@ -310,8 +310,19 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     if splits == 1:
         return out, lse
     unit = unit_of(Program.of(spec, problem))
-    merged, lse = merge(out, lse, out.get_size(), unit, spec.dead_rows == "zero", _Lowerings())
-    return to_dtype(merged, o.q.get_dtype()), lse
+    return _merged(out, lse, o.q.get_dtype(), strides, unit, spec.dead_rows == "zero")
+
+
+def _merged(parts: Any, stats: Any, dtype: Any, strides: Sequence[Any], unit: float, dead_zero: bool) -> tuple[Any, Any]:
+    """(out, lse) of what the programs that share a tile's keys have written."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import to_dtype
+
+    out, lse = merge(parts, stats, parts.get_size(), unit, dead_zero, _Lowerings())
+    out = to_dtype(out, dtype)
+    # Left to itself it becomes contiguous, and where another layout was asked for, folding the heads one kernel more.
+    out.realize()
+    return ir.ExternKernel.require_exact_strides(out, strides), lse
 
 
 class _Lowerings:
@@ -325,11 +336,17 @@ class _Lowerings:
 
 
 def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
-    """Programs that share the keys of a tile of queries; from the sizes at hand where they are run-time sizes."""
+    """Programs that share the keys of a tile of queries; from the sizes at hand where they are run-time sizes.
+
+    Each part is as large as the output, in float32. A graph traced with few queries would hold many times the output of all
+    those that it may be run with: their number must be known, and the batch size too where they are more than few.
+    """
     import torch
 
     from fa_inductor.templates.forward import packs_heads
 
+    if problem.rows is None or (number(o.extents[0]) is None and problem.rows * problem.group > configs.FEW_ROWS):
+        return 1
     batch, heads, kv_heads, rows, cols = (hint(x) for x in o.extents)
     if batch is None or heads is None or kv_heads is None or rows is None or cols is None:
         return 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fa_inductor import _compat
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
@@ -111,8 +112,9 @@ def hint(x: Any) -> int | None:
     known = number(x)
     if known is not None:
         return known
+    sizevars = _sizevars()
     try:
-        return int(_sizevars().size_hint(x))
+        return _compat.traced_size(sizevars, x)
     except Exception:  # an unbacked size has no hint
         return None
 

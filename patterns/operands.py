@@ -152,17 +152,26 @@ def choose(node: fx.Node, index: Index, prover: Prover, place: Place, extents: E
         Unsupported: no level can serve.
     """
     best: Operand | None = None
+    # What the heads of a group share, as a view of a held value: the part of a cache that is read after it was written.
+    shared: Operand | None = None
     stale = False
     for level in levels(node, index, prover, scales):
         dims = merged_axes(level, extents)
+        held = place.holder(level.node) is not None
+        if shared is not None and (level.scale, dtype(level.node)) != (shared.scale, dtype(shared.node)):
+            shared = None
+        if shared is not None and held:
+            best, shared = shared, None
         if dims is None or not need <= {a for d in dims for a in d}:
             continue
-        held = place.holder(level.node) is not None
         stale = stale or (not held and any(h[0] == place.path for h, _ in place.view.holders(level.node)))
         if held or (best is None and place.emittable(level.node)):
             if level.passed and place.gradient_barrier(level.passed) is not None:
                 break
             best = Operand(level.node, dims, dtype(node), level.scale, level.passed)
+        elif best is not None and {a for d in dims for a in d} < best.axes and place.emittable(level.node):
+            reached = place.gradient_barrier(level.passed) is None
+            shared = Operand(level.node, dims, dtype(node), level.scale, level.passed) if reached else None
     if best is None and stale:
         raise Unsupported(f"operand {node.name} is overwritten in place before the product with V", node)
     if best is None:

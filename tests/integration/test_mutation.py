@@ -190,6 +190,35 @@ def test_cache_written_in_place(how: str) -> None:
     assert not backend.reasons
 
 
+class Grown(nn.Module):
+    """A cache of which what was written so far is read, for groups of four query heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(B, H // 4, 16, D))
+        self.register_buffer("v", torch.zeros(B, H // 4, 16, D))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        end = start + q.shape[2]
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        k, v = (x[:, :, None].expand(-1, -1, 4, -1, -1).flatten(1, 2) for x in (self.k[:, :, :end], self.v[:, :, :end]))
+        return attention(q, k, v)
+
+
+def test_heads_share_what_is_read_of_a_cache_after_a_write() -> None:
+    """The graph holds the cache and the expanded keys, and nothing between them that is not older than the write."""
+    ours = Grown()
+    theirs = copy.deepcopy(ours)
+    compiled, backend = fuse(ours)
+    with torch.no_grad():
+        for start, rows in ((0, 5), (5, 1), (6, 1)):
+            q, k, v = (torch.randn(B, h, rows, D) for h in (H, H // 4, H // 4))
+            torch.testing.assert_close(compiled(q, k, v, start), theirs(q, k, v, start))
+    assert backend.fused == backend.report.graphs
+    assert [site.form for site in backend.report.fused] == ["MQA 4:1"] * backend.fused
+
+
 def test_logic_operators_write_nothing() -> None:
     """``operator.and_`` and ``or_`` end in an underscore for Python's sake; masks made of masks are not overwritten."""
 

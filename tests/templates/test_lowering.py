@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 from fa_inductor import _compat, lowering, ops, reference
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates import direct, splits
+from fa_inductor.templates import configs, direct, splits
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.tiles import SUMMARY
 from tests.templates import families
@@ -64,20 +65,21 @@ def test_summary(n: int, dtype: torch.dtype, dynamic: bool) -> None:
     def lower(x: Any) -> list[Any]:
         return [TensorBox(t) for t in summary_of(realised(x))]
 
-    register_lowering(torch.ops.fa_inductor_test.summary, type_promotion_kind=None)(lower)
+    register_lowering(torch.ops.fa_inductor_test.summary.default, type_promotion_kind=None)(lower)
     x = torch.randint(0, 2 if dtype == torch.bool else 2**40, (3, n)).to(dtype)
     got = torch.compile(lambda x: summary(x), dynamic=dynamic)(x)
     torch.testing.assert_close(got, summary(x))
 
 
 @torch.library.custom_op("fa_inductor_test::merge", mutates_args=())
-def merged(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool) -> list[torch.Tensor]:
-    return list(splits.merge(parts, stats, parts.shape, splits.LN2, dead_zero, torch.ops.aten))
+def merged(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool, layout: str) -> list[torch.Tensor]:
+    out, lse = splits.merge(parts, stats, parts.shape, splits.LN2, dead_zero, torch.ops.aten)
+    return [reference.with_layout(out, layout), lse]
 
 
 @merged.register_fake
-def _(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool) -> list[torch.Tensor]:
-    return [parts.new_empty(parts.shape[1:]), stats.new_empty(stats.shape[2:])]
+def _(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool, layout: str) -> list[torch.Tensor]:
+    return [reference.with_layout(parts.new_empty(parts.shape[1:]), layout), stats.new_empty(stats.shape[2:])]
 
 
 @pytest.mark.parametrize("dead_zero", [False, True])
@@ -86,11 +88,11 @@ def test_parts_are_merged(dynamic: bool, dead_zero: bool) -> None:
     """By Inductor's lowerings as by ATen: parts without a key, rows without any, and NaN that stays."""
     from torch._inductor.lowering import register_lowering
 
-    def lower(parts: Any, stats: Any, dead_zero: bool) -> list[Any]:
+    def lower(parts: Any, stats: Any, dead_zero: bool, layout: str) -> list[Any]:
         shape = parts.get_size()
         return list(splits.merge(parts, stats, shape, splits.LN2, dead_zero, lowering._Lowerings()))
 
-    register_lowering(torch.ops.fa_inductor_test.merge, type_promotion_kind=None)(lower)
+    register_lowering(torch.ops.fa_inductor_test.merge.default, type_promotion_kind=None)(lower)
     torch.manual_seed(0)
     logits, values = torch.randn(3, 2, 4, 5, 20) * 30, torch.randn(3, 2, 4, 20, 8)
     logits[1], logits[:, 1, 2, 3], logits[2, 0, 0, 0, 0] = -torch.inf, -torch.inf, torch.nan
@@ -98,13 +100,76 @@ def test_parts_are_merged(dynamic: bool, dead_zero: bool) -> None:
     p = torch.exp2(logits - top.clamp_min(-1e30)[..., None])
     sums = p.sum(-1)
     parts = (p @ values) / torch.where(sums == 0, 1.0, sums)[..., None]
-    got = torch.compile(lambda *x: merged(*x, dead_zero), dynamic=dynamic)(parts, torch.stack([top, sums]))
+    got = torch.compile(lambda *x: merged(*x, dead_zero, "bhmd"), dynamic=dynamic)(parts, torch.stack([top, sums]))
     whole = logits.permute(1, 2, 3, 0, 4).flatten(3) * splits.LN2
     want = whole.softmax(-1) @ values.permute(1, 2, 0, 3, 4).flatten(2, 3)
     if dead_zero:
         want[1, 2, 3] = 0.0
     torch.testing.assert_close(got[0], want, equal_nan=True)
     torch.testing.assert_close(got[1], whole.logsumexp(-1), equal_nan=True)
+
+
+@torch._inductor.config.patch(force_disable_caches=True)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_merged_parts_have_the_layout_asked_for(dynamic: bool) -> None:
+    """Folding the heads of an output that is laid out for it moves nothing."""
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.utils import run_and_get_code
+
+    from fa_inductor.templates.rendering import dense_strides
+
+    def lower(parts: Any, stats: Any, dead_zero: bool, layout: str) -> list[Any]:
+        strides = dense_strides(parts.get_size()[1:], layout)
+        return list(lowering._merged(parts, stats, torch.float32, strides, splits.LN2, dead_zero))
+
+    def run(parts: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+        return merged(parts, stats, True, "bmhd")[0].transpose(1, 2).flatten(2) @ torch.ones(32, 3)
+
+    register_lowering(torch.ops.fa_inductor_test.merge.default, type_promotion_kind=None)(lower)
+    parts, stats = torch.randn(9, 2, 4, 5, 8), torch.randn(2, 9, 2, 4, 5).abs()
+    got, (code,) = run_and_get_code(torch.compile(run, dynamic=dynamic), parts, stats)
+    torch.testing.assert_close(got, run(parts, stats))
+    assert "mm(reinterpret_tensor(" in code
+
+
+@torch._inductor.config.patch(force_disable_caches=True)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_run_time_sizes_have_the_traced_value(dynamic: bool) -> None:
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+
+    from fa_inductor.lowering_operands import hint, realised, summary_of
+
+    seen: list[int | None] = []
+
+    def lower(x: Any) -> list[Any]:
+        seen.append(hint(x.get_size()[-1]))
+        return [TensorBox(t) for t in summary_of(realised(x))]
+
+    register_lowering(torch.ops.fa_inductor_test.summary.default, type_promotion_kind=None)(lower)
+    torch.compile(lambda x: summary(x), dynamic=dynamic)(torch.zeros(3, 200, dtype=torch.int64))
+    assert seen == [200]
+
+
+def test_parts_do_not_outgrow_what_a_graph_was_traced_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys may be a run-time size, the batch size where queries are few, and the number of queries never."""
+    import sympy
+
+    traced = {sympy.Symbol("s0"): 2, sympy.Symbol("s1"): 8192, sympy.Symbol("s2"): 4}
+    batch, keys, rows = traced
+    monkeypatch.setattr(lowering, "hint", lambda x: traced.get(x, x))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def count(*extents: Any) -> int:
+        operands: Any = SimpleNamespace(extents=extents, q=SimpleNamespace(get_device=lambda: torch.device("cuda", 0)))
+        known = None if extents[3] == rows else extents[3]
+        return lowering._splits(operands, Problem(128, 128, 4, rows=known), configs.TileConfig(64, 32, 4, 3))
+
+    assert count(2, 8, 2, 4, 8192) == count(2, 8, 2, 4, keys) == count(batch, 8, 2, 4, keys) == 32
+    assert count(2, 8, 2, rows, 8192) == 1
+    assert count(2, 8, 2, 300, keys) == 3
+    assert count(batch, 8, 2, 300, keys) == 1
 
 
 def test_split_count() -> None:
