@@ -142,6 +142,12 @@ def merged_axes(level: Level, extents: Extents) -> tuple[Axes, ...] | None:
     return tuple(dims) if len(set(flat)) == len(flat) else None
 
 
+def _same_gradient(held: Operand | None, other: Operand, below: Level, place: Place) -> bool:
+    """Whether gradient flows to ``other``, computed here from the level ``below``, as it does to what the graph holds."""
+    cut = place.gradient_barrier(below.passed) is not None
+    return not cut and (held is None or place.requires_grad(held.node) == place.requires_grad(other.node))
+
+
 def choose(node: fx.Node, index: Index, prover: Prover, place: Place, extents: Extents, need: set, scales: bool) -> Operand:
     """The deepest usable level of a matmul operand.
 
@@ -161,7 +167,7 @@ def choose(node: fx.Node, index: Index, prover: Prover, place: Place, extents: E
         if shared is not None and (level.scale, dtype(level.node)) != (shared.scale, dtype(shared.node)):
             shared = None
         if shared is not None and held:
-            best, shared = shared, None
+            best, shared = (shared if _same_gradient(best, shared, level, place) else best), None
         if dims is None or not need <= {a for d in dims for a in d}:
             continue
         stale = stale or (not held and any(h[0] == place.path for h, _ in place.view.holders(level.node)))
@@ -170,8 +176,7 @@ def choose(node: fx.Node, index: Index, prover: Prover, place: Place, extents: E
                 break
             best = Operand(level.node, dims, dtype(node), level.scale, level.passed)
         elif best is not None and {a for d in dims for a in d} < best.axes and place.emittable(level.node):
-            reached = place.gradient_barrier(level.passed) is None
-            shared = Operand(level.node, dims, dtype(node), level.scale, level.passed) if reached else None
+            shared = Operand(level.node, dims, dtype(node), level.scale, level.passed)
     if best is None and stale:
         raise Unsupported(f"operand {node.name} is overwritten in place before the product with V", node)
     if best is None:
