@@ -66,9 +66,9 @@ def test_default_configuration(which: str, arch: int, dim: int) -> None:
     assert report["stack"] <= SPILLS.get((which, arch, dim), 0)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
-    ("arch", "rows", "dim"), [(80, 4, 128), (80, 64, 128), (90, 16, 64), (90, 32, 256), (90, 64, 64), (100, 8, 128)]
+    ("arch", "rows", "dim", "splits"),
+    [(80, 4, 128, 4), (80, 64, 128, 1), (90, 16, 64, 1), (90, 32, 256, 4), (90, 64, 64, 4), (100, 8, 128, 4)],
 )
 def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
     """The tile of a decoding step, its keys shared out or not."""
