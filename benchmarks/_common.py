@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def save(path: str | os.PathLike[str], payload: dict[str, Any]) -> Path:
     scratch.write_text(json.dumps(payload, indent=1, sort_keys=False) + "\n")
     scratch.replace(target)
     return target
+
+
+def shown(options: argparse.Namespace, run: Callable[[argparse.Namespace], dict[str, Any]]) -> dict[str, Any]:
+    """The results in the file ``options.show``; without one those of ``run``, saved to ``options.out``."""
+    if options.show:
+        return dict(json.loads(Path(options.show).read_text()))
+    payload = run(options)
+    save(options.out, payload)
+    return payload
 
 
 def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:

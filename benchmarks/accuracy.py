@@ -19,7 +19,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks import _common, _turns
@@ -318,9 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         worker(json.loads(options.worker))
         return 0
-    payload = json.loads(Path(options.show).read_text()) if options.show else run(options)
-    if not options.show:
-        _common.save(options.out, payload)
+    payload = _common.shown(options, run)
     wrong = payload["errors"] + faults(payload["rows"])
     print("\n".join([summary(payload["rows"]), *wrong]))
     return 1 if wrong else 0

@@ -294,9 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         worker(json.loads(options.worker))
         return 0
-    payload = json.loads(Path(options.show).read_text()) if options.show else run(options)
-    if not options.show:
-        _common.save(options.out, payload)
+    payload = _common.shown(options, run)
     print(summary(payload["rows"], payload["comparison"]))
     wrong = faults(payload["rows"], payload["comparison"])
     gradients = ", gradients as close as the other side's" if payload["comparison"]["gradients"] else ""

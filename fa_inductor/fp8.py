@@ -248,7 +248,9 @@ def _hopper_projected_fake(
 
 
 def _no_backward(ctx: Any, *_grads: Any) -> tuple:
-    raise NotImplementedError("fa_inductor::fp8_attention has no gradient: options={'fp8': ...} is for inference")
+    raise NotImplementedError(
+        "fa_inductor::fp8_attention has no gradient: options={'fp8': ...} is for inference; compile without it to train"
+    )
 
 
 _LIB.impl("fp8_attention", _fp8_attention, "CompositeExplicitAutograd")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.quantise import SCALE_KEYS, Quantised, quantise
 from fa_inductor.templates.rendering import dense_strides
 from fa_inductor.templates.sm90.form import form_of, padded
-from fa_inductor.templates.sm90.launch import CONSUMER_ROWS, _processors
+from fa_inductor.templates.sm90.launch import CONSUMER_ROWS, _processors, numbers_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher
 
 
@@ -97,17 +96,7 @@ class Fp8Forward:
         tiles = -(-m // (CONSUMER_ROWS * config.consumers)) * b * hq
         programs = tiles if config.schedule == "tile" else min(tiles, _processors(self.device_index))
         self.make_counter = torch.zeros if config.schedule == "dynamic" and programs < tiles else torch.empty
-        self.numbers = (
-            scale * math.log2(math.e),
-            softcap or 0.0,
-            m,
-            n,
-            0 if low is None else low,
-            0 if high is None else high,
-            hq,
-            b * hq,
-            hq // hkv,
-        )
+        self.numbers = numbers_of(scale, softcap, (m, n), (low, high), b, hq, hkv)
         flags = {
             "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero, "SCALE_KEYS": SCALE_KEYS,

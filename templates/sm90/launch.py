@@ -88,6 +88,14 @@ def constants(config: GluonConfig, d_pad: int, v_pad: int) -> dict[str, Any]:
     }
 
 
+def numbers_of(
+    scale: float, softcap: float | None, lengths: tuple[int, int], band: tuple[int | None, int | None], b: int, hq: int, hkv: int
+) -> tuple[float | int, ...]:
+    """The numbers that a forward kernel gets after its tensors. ``lengths``: queries and keys; ``band``: low and high."""
+    low, high = (0 if end is None else end for end in band)
+    return (scale * math.log2(math.e), softcap or 0.0, *lengths, low, high, hq, b * hq, hq // hkv)
+
+
 class Forward:
     """The forward kernel prepared for operands of given shapes, strides, dtype and device; called with such operands.
 
@@ -131,17 +139,7 @@ class Forward:
         programs = tiles if config.schedule == "tile" else min(tiles, _processors(self.device_index))
         # With a program for each tile, the counter's value does not matter.
         self.make_counter = torch.zeros if config.schedule == "dynamic" and programs < tiles else torch.empty
-        self.numbers = (
-            scale * math.log2(math.e),
-            softcap or 0.0,
-            m,
-            n,
-            0 if low is None else low,
-            0 if high is None else high,
-            hq,
-            b * hq,
-            hq // hkv,
-        )
+        self.numbers = numbers_of(scale, softcap, (m, n), (low, high), b, hq, hkv)
         flags = {
             "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero,
