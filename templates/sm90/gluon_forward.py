@@ -69,8 +69,9 @@ def producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
+    """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
     ROWS: gl.constexpr = 64 * CONSUMERS
     loaded = 0
     turn = 0
@@ -94,7 +95,10 @@ def producer(
             tma_load(k_desc, [b, kv_head, n, 0], k_full.index(stage), k_smem.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
+            if V_TRANSPOSED:
+                tma_load(v_desc, [b, kv_head, 0, n], v_full.index(stage), v_smem.index(stage))
+            else:
+                tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
         if DYNAMIC:
             # After the loads: they need not wait for the counter, whose answer takes as long as a load. Where each tile has
             # a program, the counter is memory that nobody has set: any number must mean that nothing is left.
@@ -338,7 +342,7 @@ def flash_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -364,6 +368,6 @@ def flash_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -19,54 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import key_tiles, tanh, tile_of, tma_load, tma_store
+from fa_inductor.templates.sm90.gluon_forward import key_tiles, producer, tanh, tile_of, tma_store
 
 
 @gluon.constexpr_function
 def accumulator_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
-
-
-@gluon.jit
-def producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-):  # fmt: skip
-    ROWS: gl.constexpr = 64 * CONSUMERS
-    loaded = 0
-    turn = 0
-    total = (q_len + ROWS - 1) // ROWS * total_heads
-    work = gl.program_id(0)
-    while work < total:
-        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
-        kv_head = h // group
-        for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-            tma_load(q_desc, [b, h, q_first + w * 64, 0], q_full.index(w), q_smem.index(w))
-        for j in range(end - first):
-            i = loaded + j
-            stage = i % STAGES
-            phase = (i // STAGES) & 1
-            n = (end - 1 - j) * KEYS
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma_load(k_desc, [b, kv_head, n, 0], k_full.index(stage), k_smem.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma_load(v_desc, [b, kv_head, 0, n], v_full.index(stage), v_smem.index(stage))
-        if DYNAMIC:
-            work = gl.minimum(gl.maximum(gl.atomic_add(counter, 1), 0), 1 << 30) + gl.num_programs(0)
-            mbarrier.wait(work_empty, (turn & 1) ^ 1)
-            work_smem.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(work_full)
-        else:
-            work += gl.num_programs(0)
-        loaded += end - first
-        turn += 1
 
 
 @gluon.jit
@@ -347,7 +305,7 @@ def fp8_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -373,6 +331,6 @@ def fp8_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
