@@ -142,8 +142,9 @@ def program(
         band=band,
         device=device,
         options=options,
-        full=example.full,
-        codegen=case.codegen,
+        full=case.through.whole,
+        # The program launches no kernel itself: on a GPU only generated code does.
+        codegen=case.through.codegen or device == "cuda",
         dynamic=example.dynamic,
         blocks=case.blocks,
         source="\n".join("    " + line for line in example.source.rstrip().splitlines()),

@@ -26,6 +26,16 @@ class Chooser(Protocol):
         """One of ``options``."""
 
 
+def turn(choose: Chooser, meaning: bool) -> None:
+    """Says what the next choices are about: what is computed (``meaning``), or how it is written.
+
+    A chooser that cares has a method of this name; it can so draw many spellings of one attention.
+    """
+    told = getattr(choose, "turn", None)
+    if told is not None:
+        told(meaning)
+
+
 @dataclass(frozen=True)
 class Input:
     """One tensor argument: ``fill`` names how it is made (see :func:`make_inputs`)."""
@@ -133,6 +143,7 @@ class Writer:
 
     def __init__(self, choose: Chooser, example: Example, shapes: Shapes, grads: bool):
         self.pick, self.example, self.shapes, self.grads = choose.pick, example, shapes, grads
+        self.choose = choose
         self.count = 0
 
     def line(self, text: str) -> None:
@@ -154,6 +165,7 @@ def generate(choose: Chooser) -> Example:
     from tests.fuzz import grammar
 
     pick = choose.pick
+    turn(choose, meaning=True)
     example = Example(dtype=pick([torch.float32] * 4 + list(DTYPES)))
     grads = pick([True, True, False])
     writer = Writer(choose, example, _shapes(choose), grads)
@@ -172,7 +184,9 @@ def _shapes(choose: Chooser) -> Shapes:
     n = pick([m, m, *lengths])
     d = pick([4, 2, 3, 5, 7, 8, 16, 33, m, 1])
     dv = pick([d, d, d, 3, 8, n, 16, 1])
+    turn(choose, meaning=False)
     batch, heads = pick([2, 1, 3]), pick([2, 1, 4])
+    turn(choose, meaning=True)
     rank = pick([4, 4, 4, 3, 5])
     group = pick([1, 1, 1, 2, 4]) if rank == 4 else 1
     lead = {3: (batch,), 4: (batch, heads * group), 5: (batch, pick([3, 1, 2]), heads)}[rank]

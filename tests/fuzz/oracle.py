@@ -18,6 +18,7 @@ from fa_inductor.backend import compile_with
 from fa_inductor.config import Options
 from fa_inductor.graph_pass import AttentionPass
 from fa_inductor.report import SiteReport
+from tests.fuzz.tracing import trace
 
 #: Rounding band by dtype, relative to the largest magnitude of the value compared.
 BANDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -182,6 +183,7 @@ def check(
     full: bool = True,
     more: Sequence[Sequence[Any]] = (),
     made: Compiled | None = None,
+    dynamo: bool = True,
 ) -> Compiled:
     """Compares ``fn`` compiled with ``fn`` eager on ``args``, then on each of ``more`` without compiling anew by hand.
 
@@ -189,13 +191,17 @@ def check(
         exact_fn: what computes the float64 truth; ``fn`` itself on doubled arguments by default.
         full: through AOTAutograd; otherwise the rewritten graph runs as it is, which is quicker.
         made: the backend, where it is not the usual one.
+        dynamo: False takes the graph from :mod:`tests.fuzz.tracing`, which is as Dynamo's and comes quicker.
 
     Returns:
         the backend with its site reports.
     """
-    torch._dynamo.reset()
     made = made or Compiled(full)
-    compiled = torch.compile(fn, backend=made.backend, dynamic=dynamic)
+    if dynamo:
+        torch._dynamo.reset()
+        compiled: Callable = torch.compile(fn, backend=made.backend, dynamic=dynamic)
+    else:
+        compiled = made.backend(trace(fn, args), list(args))
     for given in (args, *more):
         eager = call(fn, copy_args(given))
         exact = call(exact_fn or fn, copy_args(given, torch.float64))

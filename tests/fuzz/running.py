@@ -25,8 +25,8 @@ def valid(example: Example, device: str = "cpu") -> bool:
     return True
 
 
-def run(example: Example, seed: int = 0, made: Compiled | None = None, device: str = "cpu") -> int:
-    """Checks one example; returns how many attentions fused."""
+def run(example: Example, seed: int = 0, made: Compiled | None = None, device: str = "cpu", dynamo: bool = True) -> int:
+    """Checks one example; returns how many attentions fused. ``dynamo`` as :func:`tests.fuzz.oracle.check` has it."""
     torch.manual_seed(seed)
     made = check(
         example.function(),
@@ -36,6 +36,7 @@ def run(example: Example, seed: int = 0, made: Compiled | None = None, device: s
         dynamic=example.dynamic,
         full=example.full,
         made=made,
+        dynamo=dynamo,
     )
     for site in made.sites:
         if site.reason.startswith(("analysis failed", "the graph could not be read")):
