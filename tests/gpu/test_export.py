@@ -51,9 +51,10 @@ def test_a_package_holds_the_kernels(tmp_path: Path, dtype: torch.dtype) -> None
     for length in (300, 77):
         given = tuple(x[:, :, :length].contiguous() for x in args)
         torch.save(given, tmp_path / "inputs.pt")
-        command = [sys.executable, "-c", RUN, path, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+        command = [sys.executable, "-X", "faulthandler", "-c", RUN, path, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        said = f"exit code {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, said
         got = torch.load(tmp_path / "out.pt")
         with torch.no_grad():
             eager, exact = model(*given), Model.forward(model.double(), *(x.double() for x in given))
