@@ -6,6 +6,7 @@ Dynamo makes of it, with the fake result as its ``example_value``. ``tests/fuzz/
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -107,13 +108,14 @@ class Recorder(TorchFunctionMode):
         return Traced(self, node, value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call("call_function", func, args, kwargs or {})
+        # This mode is off meanwhile; one below it may say on which device tensors are made.
+        return self.call("call_function", func, args, kwargs or {}, active=False)
 
-    def call(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, recorded where it is a tensor or tensors."""
+    def call(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], active: bool = True) -> Any:
+        """The result of a call, recorded where it is a tensor or tensors. ``active``: whether the mode is."""
         leaf = lambda x: isinstance(x, Traced)  # noqa: E731
         values, named = pytree.tree_map(lambda x: x.value if leaf(x) else x, (args, kwargs), is_leaf=leaf)
-        with torch._C.DisableTorchFunction(), self.mode:
+        with torch._C.DisableTorchFunction() if active else contextlib.nullcontext(), self.mode:
             result = getattr(values[0], target)(*values[1:], **named) if op == "call_method" else target(*values, **named)
         many = isinstance(result, (tuple, list)) and any(isinstance(x, Tensor) for x in result)
         if not isinstance(result, Tensor) and not many and target is not operator.setitem:
