@@ -93,6 +93,7 @@ class SiteReport:
         return f"graph {self.graph_index} {'/'.join(part for part in (self.path, self.node) if part)}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
+        """What :meth:`to_json` writes, as a dictionary."""
         return {**asdict(self), "near_misses": list(self.near_misses)}
 
 
