@@ -140,6 +140,7 @@ class FusionReport:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
+        """The report as JSON text; :meth:`from_dict` reads it again, parsed."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
