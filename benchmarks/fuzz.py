@@ -139,10 +139,10 @@ def case_of(choices: Choices, device: str, kernels: Sequence[str], through: Thro
     return Case(example, options, blocks, through, choices.made)
 
 
-def judge(case: Case, device: str) -> Verdict:
-    """Runs one case."""
+def judge(case: Case, device: str, seconds: int = 0) -> Verdict:
+    """Runs one case; ``seconds``: how long it may take, 0 for the device's usual time."""
     try:
-        with _limit(HANG[device]), _blocks(case.blocks):
+        with _limit(seconds or HANG[device]), _blocks(case.blocks):
             if not valid(case.example, device):
                 return Verdict("invalid", case)
             made = Compiled(case.through.whole, Options(**case.options), case.through.codegen)
@@ -154,7 +154,7 @@ def judge(case: Case, device: str) -> Verdict:
                 kind = "wrong" if isinstance(e, WrongValue) else "crash"
                 return Verdict(kind, case, f"{type(e).__name__}: {e}")
     except _Hangs:
-        return Verdict("hang", case, f"nothing came back within {HANG[device]} s")
+        return Verdict("hang", case, f"nothing came back within {seconds or HANG[device]} s")
 
 
 def _plain_fails(case: Case, device: str) -> bool:
@@ -266,6 +266,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", type=int, help="graphs in a row that spell one attention (default 1; 24 on a GPU)")
     parser.add_argument("--failures", type=int, default=5, help="stop a process after so many failures (default 5)")
     parser.add_argument("--shrink-seconds", type=float, default=120.0, help="time to simplify each failure (default 120)")
+    parser.add_argument("--hang", type=int, default=0, help="seconds that one example may take (default 180; 300 on a GPU)")
     parser.add_argument("--ledger", type=Path, help="a JSON file of totals that this run is added to")
     parser.add_argument("--revision", help="of the sources, for the ledger (default: what git says)")
     args = parser.parse_args(argv)
@@ -294,7 +295,6 @@ def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> Non
         if device == "cuda":
             from benchmarks._fuzz_kernels import launched
 
-            stack.enter_context(torch.device(device))
             stack.enter_context(launched())
         for index in indices(args, job):
             if time.monotonic() - start >= 60 * args.minutes:
@@ -304,7 +304,7 @@ def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> Non
             name = f"{args.seed}/{index}"
             meaning = random.Random(f"{args.seed}/family/{index // args.family}") if args.family > 1 else None
             choices = Choices(source=random.Random(name), meaning=meaning)
-            verdict = judge(case_of(choices, device, args.kernels, Through.of(index, args)), device)
+            verdict = judge(case_of(choices, device, args.kernels, Through.of(index, args)), device, args.hang)
             tally.add(verdict)
             if verdict.failed:
                 _save(verdict, name, args)
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(args, 0, told.append)
         tally = told[-1]
     else:
-        tally = _fuzz_jobs.run(args, HANG[args.device] + args.shrink_seconds)
+        tally = _fuzz_jobs.run(args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
     seconds = time.monotonic() - start
     print(tally.line(args.device, args.seed, args.start, seconds), flush=True)
     if args.ledger is not None:

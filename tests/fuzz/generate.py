@@ -8,8 +8,9 @@ with ``DT = WIDE = torch.float64`` is the exact reference.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -66,6 +67,10 @@ class Example:
         names = ", ".join(i.name for i in self.inputs)
         return "\n".join([f"def f({names}):", *(f"    {line}" for line in self.lines)]) + "\n"
 
+    def placed(self, device: str) -> Example:
+        """The same, with the tensors that the function itself makes on ``device``."""
+        return self if device == "cpu" else replace(self, lines=[_placed(line, device) for line in self.lines])
+
     def function(self, dtype: torch.dtype | None = None) -> Any:
         """The function, in ``dtype`` throughout where one is given."""
         wide = torch.float32 if self.dtype.itemsize < 8 else torch.float64
@@ -89,6 +94,20 @@ class Example:
     def refuse(self, why: str) -> None:
         """This spelling need not be matched (and often must not)."""
         self.must_match, self.why_not = False, self.why_not or why
+
+
+_MADE = re.compile(r"\btorch\.(arange|ones|zeros|eye|full|tensor)\(")
+
+
+def _placed(line: str, device: str) -> str:
+    """``line`` with the device as a last argument of every call that makes a tensor."""
+    for found in reversed(list(_MADE.finditer(line))):
+        at, depth = found.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(line[at], 0)
+            at += 1
+        line = f"{line[: at - 1]}, device={device!r}{line[at - 1 :]}"
+    return line
 
 
 def make_inputs(example: Example, seed: int) -> list[torch.Tensor]:

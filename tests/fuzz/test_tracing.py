@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.fuzz import Choices
-from tests.fuzz.generate import generate
+from tests.fuzz.generate import Example, generate
 from tests.fuzz.running import arguments, valid
 from tests.fuzz.tracing import trace
 
@@ -57,3 +57,12 @@ def test_graphs_are_those_of_dynamo(start: int) -> None:
 def test_a_branch_on_values_is_refused() -> None:
     with pytest.raises(TypeError, match="a branch on values"):
         trace(lambda x: x if x.sum() > 0 else -x, [torch.ones(2)])
+
+
+def test_made_tensors_can_be_placed() -> None:
+    line = "s = torch.where(torch.arange(3) > 1, torch.full((), -math.inf, dtype=s.dtype), s) + torch.zeros(2, 3).tril()"
+    (placed,) = Example(lines=[line]).placed("meta").lines
+    assert placed == (
+        "s = torch.where(torch.arange(3, device='meta') > 1, torch.full((), -math.inf, dtype=s.dtype, device='meta'), s)"
+        " + torch.zeros(2, 3, device='meta').tril()"
+    )

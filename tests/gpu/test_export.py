@@ -18,7 +18,13 @@ pytestmark = pytest.mark.gpu
 RUN = """
 import sys, torch
 path, inputs, out = sys.argv[1:]
-torch.save(torch._inductor.aoti_load_package(path)(*torch.load(inputs)), out)
+model = torch._inductor.aoti_load_package(path)
+print("loaded", flush=True)
+result = model(*torch.load(inputs))
+torch.cuda.synchronize()
+print("ran", flush=True)
+torch.save(result, out)
+print("saved", flush=True)
 assert not any(name.startswith("fa_inductor") for name in sys.modules)
 """
 
