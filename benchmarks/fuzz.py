@@ -286,8 +286,8 @@ def indices(args: argparse.Namespace, job: int) -> Iterator[int]:
             return
 
 
-def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> None:
-    """Runs one process's examples; ``told`` gets the number of each before it runs, and the :class:`Tally` at the end."""
+def work(args: argparse.Namespace, job: int, told: Callable[[Tally], None]) -> Tally:
+    """Runs one process's examples. ``told`` gets what was seen so far before each; its ``last`` is the example that comes."""
     tally, start = Tally(), time.monotonic()
     gc.freeze()  # torch's own objects, of which there are millions, are not looked through again and again
     device = args.device
@@ -299,8 +299,8 @@ def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> Non
         for index in indices(args, job):
             if time.monotonic() - start >= 60 * args.minutes:
                 break
-            told(index)
             tally.last = index
+            told(tally)
             name = f"{args.seed}/{index}"
             meaning = random.Random(f"{args.seed}/family/{index // args.family}") if args.family > 1 else None
             choices = Choices(source=random.Random(name), meaning=meaning)
@@ -310,7 +310,7 @@ def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> Non
                 _save(verdict, name, args)
                 if tally.failures >= args.failures:
                     break
-    told(tally)
+    return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,9 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("--device cuda: torch sees no GPU")
     start = time.monotonic()
     if args.jobs == 1:
-        told: list[Any] = []
-        work(args, 0, told.append)
-        tally = told[-1]
+        tally = work(args, 0, lambda _: None)
     else:
         tally = _fuzz_jobs.run(args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
     seconds = time.monotonic() - start

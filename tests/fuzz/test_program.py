@@ -114,7 +114,7 @@ def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def dies(args: Any, job: int, to: Any) -> None:
-    to.send(job)
+    to.send((False, fuzz.Tally(last=job)))
     os._exit(1)
 
 
