@@ -10,7 +10,7 @@ from fa_inductor import _compat
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
-from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.score_codegen import DIAGONALS, CaptureInfo
 from fa_inductor.templates.tiles import SUMMARY, summarised_slots
 
 _INT32 = 2**31 - 1
@@ -149,7 +149,7 @@ def _descriptor_fits(x: Any) -> bool:
 def problem_of(o: Operands) -> Problem:
     batch, heads, kv_heads, rows, cols = o.extents
     sizevars = _sizevars()
-    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols, DIAGONALS: rows + cols - 1}
 
     def capture(t: Any) -> CaptureInfo:
         sizes = t.get_size()

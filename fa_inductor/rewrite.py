@@ -14,8 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from fa_inductor import cpu_export, fp8, ops
-from fa_inductor.expr import KV_IDX, Q_IDX
+from fa_inductor import capture_layout, cpu_export, fp8, ops
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.operands import Axes, Operand
 from fa_inductor.patterns.projection import Projection, Projections
@@ -57,7 +56,8 @@ class Emitter:
         return node
 
     def undo(self) -> None:
-        self.view.shared("masks in the graph", dict).clear()
+        for shared in ("masks in the graph", capture_layout.SHARED):
+            self.view.shared(shared, dict).clear()
         for n in reversed(self.made):
             self.graph.erase_node(n)
         self.made.clear()
@@ -258,13 +258,10 @@ def _emit_op(
     q = em.operand(match.q, (g["batch"], g["heads"], g["query"], g["qk"]), match.dtype)
     k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
     v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
-    captures = [em.value(c) for c in match.captures]
-    if kernel in ("triton", "general"):
-        captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
+    captures, spec = _captures(em, match, kernel)
     sizes = [em.size(s) for s in match.sizes]
     if match.dropout_p:
         captures.append(em.call(ops.dropout_seed, q))
-    spec = replace(match.full_spec(), layout=_layout(match))
     _check_later_writes(em, [q, k, v, *captures])
     if fp8_format:
         op = em.call(fp8.fp8_attention, q, k, v, captures, sizes, spec.program, kernel, fp8_format)
@@ -295,17 +292,23 @@ def _emit_projected(
     weights = [rows(part.weight, part) for part in parts]
     biases = [rows(part.bias, part) for part in parts if part.bias is not None]
     heads, kv_heads = (int(match.extent(match.groups[name])) for name in ("heads", "kv_heads"))
-    captures = [em.value(c) for c in match.captures]
-    if kernel in ("triton", "general"):
-        captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
+    captures, spec = _captures(em, match, kernel)
     sizes = [em.size(s) for s in match.sizes]
-    spec = replace(match.full_spec(), layout=_layout(match))
     layers = (p.hidden, weights, biases, heads, kv_heads)
     op = em.call(fp8.fp8_projected_attention, *layers, captures, sizes, spec.program, kernel, fp8_format)
     out = em.call(operator.getitem, op, 0)
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _captures(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[list[fx.Node], AttentionSpec]:
+    """The captured tensors as a kernel reads them best, and the spec that reads them so."""
+    spec = replace(match.full_spec(), layout=_layout(match))
+    captures = [em.value(c) for c in match.captures]
+    if kernel in ("triton", "general"):
+        spec = capture_layout.arrange(em, match, spec, captures)
+    return captures, spec
 
 
 def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: list[Any], spec: AttentionSpec) -> fx.Node:
@@ -316,26 +319,6 @@ def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: l
     if key not in made:
         made[key] = em.call(cpu_export.mask, q, k, captures, sizes, spec.program)
     return made[key]
-
-
-def _keys_side_by_side(em: Emitter, capture: fx.Node, slot: int, spec: AttentionSpec) -> fx.Node:
-    """A tensor of the scores' size, copied where neighbouring keys lie apart: every tile would gather it element by element.
-
-    Relative position tables are looked up as [queries, keys, heads] and permuted; layers that share one share the copy.
-    """
-    t = capture.meta["example_value"]
-    found = [x for x in spec.loads() if x.slot == slot and x.depends_on(KV_IDX) and x.depends_on(Q_IDX)]
-    keys = {d for x in found for d, i in enumerate(x.index) if i.depends_on(KV_IDX)}
-    if len(keys) != 1 or not isinstance(t, torch.Tensor):
-        return capture
-    (key,) = keys
-    strides = [_hint(s) for s in t.stride()]
-    spread = any(s == 0 and _text(n) != "1" for s, n in zip(strides, t.shape, strict=True))
-    if strides[key] == 1 or _text(t.shape[key]) == "1" or spread:
-        return capture
-    order = [d for d in range(t.dim()) if d != key] + [key]
-    copied = em.call(torch.Tensor.contiguous, em.call(torch.permute, capture, order))
-    return em.call(torch.permute, copied, [order.index(d) for d in range(t.dim())])
 
 
 def _dead_output(em: Emitter, match: AttentionMatch, op: fx.Node, out: fx.Node) -> fx.Node:

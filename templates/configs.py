@@ -172,6 +172,14 @@ _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 555 539 494
 }
 
+# The same for short sequences and head dims up to 32, as windows of a Swin transformer have: 16 heads of 256 windows of 144 tokens,
+# D32, microseconds with a bias [H, 144, 144], and with a mask [4, 144, 144] of some windows besides: 192 317, 193 352, 208 327.
+# The first of _TABLE takes 310 647, cuDNN with the sum of both in memory 347 to 378.
+WINDOW, WINDOW_DIM = 256, 32
+_LOADS_WINDOWS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (90, 2, 64, "forward"): (*_tma((64, 32, 2, 2), (64, 32, 4, 3)), *_rows((16, 32, 1, 3))),
+}
+
 # Lengths that are not numbers when the kernel is compiled: their arithmetic takes the registers that the measured tiles lack
 # then (8 bytes spill at 128, 64 to 88 at 256; with numbers none do but at 256, causal: 40). At 128 the third of an earlier run,
 # 474 467 455 causal. At 256 nothing that was measured has wgmma and no spills: this one was not timed.
@@ -249,6 +257,8 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
         found = _SMALL.get(key, _TABLE[key])
     elif use.lean and key in _LEAN:
         found = _LEAN[key]
+    elif use.loads_tiles and _is_window(use) and key in _LOADS_WINDOWS:
+        found = _LOADS_WINDOWS[key]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
     elif use.documents and key in _DOCUMENTS:
@@ -266,6 +276,10 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
         few = few_rows(use)
         found = (few, *found) if few else found
     return list(dict.fromkeys(found))
+
+
+def _is_window(use: Use) -> bool:
+    return use.keys is not None and use.keys <= WINDOW and max(use.qk_pad, use.v_pad) <= WINDOW_DIM
 
 
 #: Most queries, over the heads of a group, for which a tile is made for streaming K and V past it.

@@ -21,7 +21,7 @@ from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.quantise import fp8_problem, quantise
 from fa_inductor.templates.rendering import Problem
-from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.score_codegen import DIAGONALS, CaptureInfo
 from fa_inductor.templates.splits import merge, unit_of
 from fa_inductor.templates.tiles import SUMMARY, choose, summarised_slots
 
@@ -36,7 +36,7 @@ def problem_of(
     """What a kernel for these operands may assume. ``others``: more [B, H, L, D] operands (grad_out)."""
     batch, heads, rows, qk_dim = q.shape
     cols = k.shape[2]
-    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols, DIAGONALS: rows + cols - 1}
     info = tuple(
         CaptureInfo(
             t.dim(),

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fa_inductor.view.aliasing import storages, written
+from fa_inductor.view.aliasing import side_writes, storages, written
 
 SOFTMAXES = {
     F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax,
@@ -71,6 +71,11 @@ def name_of(n: fx.Node) -> str:
     if isinstance(t, torch._ops.OpOverload):
         return t._schema.name.split("::")[1]
     return t.strip("_") if isinstance(t, str) else getattr(t, "__name__", str(t))
+
+
+def is_heavy(n: fx.Node) -> bool:
+    """Whether ``n`` stays opaque in the view. A table that is looked up as it is may be a position bias."""
+    return n.target in HEAVY and (n.target is not F.embedding or bool(side_writes(n)))
 
 
 def is_rearrangement(n: fx.Node) -> bool:
@@ -176,7 +181,7 @@ class _Slicer:
             known = self._storages_of({i for n in self.need for i in (n, *n.all_input_nodes)})
             for n in list(waiting):
                 into = self._storages_of(written(n))
-                if into & full and n.target not in HEAVY:
+                if into & full and not is_heavy(n):
                     self.upstream([n])
                 elif into & (known | full):
                     self.need.add(n)
@@ -197,7 +202,7 @@ class _Slicer:
         seen = {softmax}
         while todo:
             for u in todo.pop().users:
-                if u in seen or u.op == "output" or u.target in HEAVY:
+                if u in seen or u.op == "output" or is_heavy(u):
                     continue
                 seen.add(u)
                 found.append(u)
@@ -214,7 +219,7 @@ class _Slicer:
                 self.inputs.add(n)
             if n in self._full or not n.op.startswith("call"):
                 continue
-            if n.target in HEAVY or n in self.closed:
+            if is_heavy(n) or n in self.closed:
                 continue
             self._full.add(n)
             self.need.add(n)
