@@ -1,19 +1,25 @@
 """Compile one kernel for an NVIDIA architecture that need not be present, and report what came out.
 
-Shared by ``aot_table.py`` and the tests. :func:`compiled` runs this file as a program, one compile a process: a compile
-for an architecture that the source does not fit can abort. Its input on stdin is a pickled :class:`Request` or
-:class:`GluonRequest`, its output JSON.
+Shared by ``aot_table.py`` and the tests. One compile a process: a compile for an architecture that the source does not fit
+can abort. :func:`compiled` starts this file as a program once, which has imported everything and copies itself for each
+compile; its input on stdin are pickled requests, its output a line of JSON for each.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import os
 import pickle
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -84,37 +90,84 @@ class CompileError(Exception):
 
 def compiled(asked: Request | GluonRequest | CastRequest, timeout: float = 250) -> dict[str, Any]:
     """What :func:`report` says of a kernel, compiled in a process of its own; raises CompileError where that fails."""
-    command = [sys.executable, "-m", "benchmarks._aot"]
-    try:
-        done = subprocess.run(command, input=pickle.dumps(asked), capture_output=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired as e:
-        raise CompileError(f"longer than {timeout:.0f} s") from e
-    if done.returncode:
-        raise CompileError(done.stderr.decode(errors="replace")[-3000:])
-    return json.loads(done.stdout)
+    answer = _server().ask(asked, timeout)
+    if isinstance(answer, str):
+        raise CompileError(answer)
+    return answer
 
 
-def forked(asked: Request | GluonRequest | CastRequest) -> dict[str, Any]:
-    """As :func:`compiled`, in a copy of this process, which saves imports. Not for a process with threads."""
+class _Server:
+    """A process without threads that has imported torch and triton (2 s) and makes a copy of itself for each compile."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "benchmarks._aot"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self, asked: Request | GluonRequest | CastRequest, timeout: float) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump((asked, timeout), self.process.stdin)
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            _server.cache_clear()
+            return f"the compiling process ended with status {self.process.wait()}"
+        return json.loads(line)
+
+
+@functools.lru_cache(maxsize=1)
+def _server() -> _Server:
+    return _Server()
+
+
+def _serve() -> None:
+    """The program: ends with its input."""
+    # What compilers print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    while True:
+        try:
+            asked, timeout = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer: Any = forked(asked, timeout)
+        except CompileError as e:
+            answer = str(e)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def forked(asked: Request | GluonRequest | CastRequest, timeout: float = 250) -> dict[str, Any]:
+    """As :func:`compiled`, in a copy of this process. Not for a process with threads."""
     import triton.compiler  # noqa: F401
 
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        try:
-            os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="fa_inductor_aot_"))
-            answer = json.dumps(BY_NAME[type(asked).__name__](asked))
-        except BaseException as e:  # nothing may run on in the copy
-            answer = json.dumps(f"{type(e).__name__}: {e}"[-3000:])
-        with open(writer, "w") as f:
-            f.write(answer)
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as f:
-        text = f.read()
-    status = os.waitpid(child, 0)[1]
-    found = json.loads(text) if text else f"the compiler ended with status {status}"
+    with tempfile.TemporaryDirectory(prefix="fa_inductor_aot_") as folder, tempfile.TemporaryFile() as said:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            os.setpgid(0, 0)  # with its ptxas, should it take too long
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            try:
+                os.environ["TRITON_CACHE_DIR"] = tempfile.tempdir = folder
+                answer = json.dumps(BY_NAME[type(asked).__name__](asked))
+            except BaseException:  # nothing may run on in the copy
+                answer = json.dumps(traceback.format_exc()[-3000:])
+            with open(writer, "w") as f:
+                f.write(answer)
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as f:
+            text = f.read() if select.select([f], [], [], timeout)[0] else None
+        if text is None:
+            os.killpg(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        if text is None:
+            raise CompileError(f"longer than {timeout:.0f} s")
+        said.seek(0)
+        last = said.read()[-2000:].decode(errors="replace")
+    found = json.loads(text) if text else f"{last}\nthe compiler ended with status {status}"
     if isinstance(found, str):
         raise CompileError(found)
     return found
@@ -150,8 +203,16 @@ def compile_gluon(request: GluonRequest) -> dict[str, Any]:
     source = GluonASTSource(
         fn=kernel, signature=types, constexprs={(names.index(n),): x for n, x in constants.items()}, attrs={}
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return {**report(compiled), "assembler": assembler_says(compiled.asm["ptx"])}
+    said = io.StringIO()
+    knobs = triton.knobs.nvidia
+    logged = hasattr(knobs, "dump_ptxas_log")
+    if logged:
+        knobs.dump_ptxas_log = True
+    with contextlib.redirect_stdout(said):
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    remarks = said.getvalue() if logged else assembler_says(compiled.asm["ptx"])
+    assert "registers" in remarks, remarks
+    return {**report(compiled), "assembler": remarks}
 
 
 def _descriptor(element: str, *block: int) -> str:
@@ -209,7 +270,7 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
 
 
 def assembler_says(ptx: str) -> str:
-    """ptxas's remarks on a kernel for sm_90a, such as that it serialises wgmma."""
+    """ptxas's remarks on a kernel for sm_90a, such as that it serialises wgmma, for a triton that keeps them to itself."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -324,6 +385,7 @@ BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="fa_inductor_aot_"))
-    request_ = pickle.load(sys.stdin.buffer)
-    print(json.dumps(BY_NAME[type(request_).__name__](request_)))
+    # The classes that a pickle names are those of the imported module.
+    from benchmarks import _aot
+
+    _aot._serve()

@@ -1,13 +1,18 @@
 """Random attention graphs through the backend against eager, for as long as you like.
 
     python -m benchmarks.fuzz --minutes 10                          # CPU
-    python -m benchmarks.fuzz --minutes 10 --device cuda --seed 7   # generated kernels, forward and backward
+    python -m benchmarks.fuzz --minutes 10 --jobs 8 --ledger benchmarks/results/fuzz_totals.json
+    python -m benchmarks.fuzz --minutes 10 --device cuda --seed 7   # Triton kernels, forward and backward
     python -m benchmarks.fuzz --examples 1 --seed 3 --start 1234    # one of them again
 
 The grammar of `tests/fuzz` writes a function: operands in any layout, heads and groups, scales, masks, biases, softcap, sinks, any
 spelling of softmax, near misses of all these. It runs eagerly, in float64 and compiled; outputs and gradients may be off from
 float64 by twice what eager is off, plus a rounding band of the dtype, and NaN must be where eager has it. Example `i` of a seed is
 the same one whatever ran before it. A failure is shrunk and saved as a program that needs nothing but torch and fa_inductor.
+
+Most examples are rewritten from a graph like Dynamo's (`tests/fuzz/tracing.py`) and run op by op, a tenth of a second each; every
+20th goes through Dynamo and AOTAutograd, and every 50th through Inductor's code generation besides. On a GPU the ops launch the
+Triton kernels themselves, and two dozen graphs in a row spell the same attention, so that they share kernels.
 """
 
 from __future__ import annotations
@@ -15,16 +20,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import logging
+import itertools
 import random
 import signal
 import sys
 import threading
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +37,8 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402
 
-from benchmarks import _fuzz_repro  # noqa: E402
+from benchmarks import _fuzz_jobs, _fuzz_ledger, _fuzz_repro  # noqa: E402
+from benchmarks._fuzz_tally import Tally  # noqa: E402
 from fa_inductor import cpu_flash  # noqa: E402
 from fa_inductor.config import Options  # noqa: E402
 from tests.fuzz.generate import Example, generate  # noqa: E402
@@ -50,12 +54,23 @@ BLOCKS = ((cpu_flash.BLOCK_M, cpu_flash.DENSE_M), (4, 2))
 
 
 class Choices:
-    """Draws for the grammar: those in ``given`` first, then from ``source``, then always the first and simplest option."""
+    """Draws for the grammar: those in ``given`` first, then from ``source``, then always the first and simplest option.
 
-    def __init__(self, given: Sequence[int] = (), source: random.Random | None = None) -> None:
-        self.given, self.source, self.made = list(given), source, []
+    ``meaning``: the source, where it is another one, of what says what is computed and not how it is written.
+    """
+
+    def __init__(
+        self, given: Sequence[int] = (), source: random.Random | None = None, meaning: random.Random | None = None
+    ) -> None:
+        self.given, self.made = list(given), []
         # Some examples are plainer than others: where everything is drawn evenly, few are still attention.
-        self.plain = source.choice((0.0, 0.3, 0.6)) if source is not None else 1.0
+        plain = lambda r: r.choice((0.0, 0.3, 0.6)) if r is not None else 1.0  # noqa: E731
+        self._own = source, plain(source)
+        self._meaning = self._own if meaning is None else (meaning, plain(meaning))
+        self.turn(False)
+
+    def turn(self, meaning: bool) -> None:
+        self.source, self.plain = self._meaning if meaning else self._own
 
     def pick(self, options: Sequence[T]) -> T:
         position = len(self.made)
@@ -68,6 +83,19 @@ class Choices:
         return options[chosen]
 
 
+@dataclass(frozen=True)
+class Through:
+    """What an example goes through: Dynamo and AOTAutograd (``whole``), and Inductor's code generation (``codegen``)."""
+
+    whole: bool = False
+    codegen: bool = False
+
+    @staticmethod
+    def of(index: int, args: argparse.Namespace) -> Through:
+        codegen = (index + 1) % args.codegen_every == 0
+        return Through(codegen or (index + 1) % args.whole_every == 0, codegen)
+
+
 @dataclass
 class Case:
     """One graph and how it is compiled; ``trace`` are the choices that make it."""
@@ -75,8 +103,12 @@ class Case:
     example: Example
     options: dict[str, Any]
     blocks: tuple[int, int]
-    codegen: bool
+    through: Through
     trace: list[int]
+
+    @property
+    def dynamo(self) -> bool:
+        return self.through.whole or self.example.dynamic
 
 
 @dataclass
@@ -98,31 +130,31 @@ class Verdict:
         return self.kind == other.kind and head(self) == head(other)
 
 
-def case_of(choices: Choices, device: str, kernels: Sequence[str], codegen: bool) -> Case:
+def case_of(choices: Choices, device: str, kernels: Sequence[str], through: Through) -> Case:
     """The case that the choices make. How it is compiled is drawn first, so that it survives shrinking of the rest."""
     kernel = choices.pick(list(kernels))
     blocks = choices.pick(BLOCKS) if device == "cpu" else BLOCKS[0]
     example = generate(choices)
     options = {"kernel": kernel, **({"min_seqlen": 0} if device == "cpu" and kernel != "reference" else {})}
-    return Case(example, options, blocks, codegen, choices.made)
+    return Case(example, options, blocks, through, choices.made)
 
 
-def judge(case: Case, device: str) -> Verdict:
-    """Runs one case."""
+def judge(case: Case, device: str, seconds: int = 0) -> Verdict:
+    """Runs one case; ``seconds``: how long it may take, 0 for the device's usual time."""
     try:
-        with _limit(HANG[device]), _blocks(case.blocks):
+        with _limit(seconds or HANG[device]), _blocks(case.blocks):
             if not valid(case.example, device):
                 return Verdict("invalid", case)
-            made = Compiled(case.example.full, Options(**case.options), case.codegen)
+            made = Compiled(case.through.whole, Options(**case.options), case.through.codegen)
             try:
-                return Verdict("ok", case, fused=run(case.example, 0, made, device))
+                return Verdict("ok", case, fused=run(case.example, 0, made, device, case.dynamo))
             except Exception as e:
-                if case.codegen and _plain_fails(case, device):
+                if case.through.codegen and _plain_fails(case, device):
                     return Verdict("inductor", case, f"{type(e).__name__}: {e}")
                 kind = "wrong" if isinstance(e, WrongValue) else "crash"
                 return Verdict(kind, case, f"{type(e).__name__}: {e}")
     except _Hangs:
-        return Verdict("hang", case, f"nothing came back within {HANG[device]} s")
+        return Verdict("hang", case, f"nothing came back within {seconds or HANG[device]} s")
 
 
 def _plain_fails(case: Case, device: str) -> bool:
@@ -219,98 +251,106 @@ def _simpler(trace: list[int]) -> Iterator[list[int]]:
 
 
 # -------------------------------------------------------------------------------------------------------------------- main
-@dataclass
-class Tally:
-    """What has been run."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    dtypes: Counter[str] = field(default_factory=Counter)
-    kernels: Counter[str] = field(default_factory=Counter)
-    fused: int = 0
-    gradients: int = 0
-    generated: int = 0
-
-    def add(self, verdict: Verdict) -> None:
-        self.kinds[verdict.kind] += 1
-        if verdict.kind == "invalid":
-            return
-        case = verdict.case
-        self.fused += bool(verdict.fused)
-        self.dtypes[str(case.example.dtype).removeprefix("torch.")] += 1
-        self.kernels[case.options["kernel"]] += 1
-        self.gradients += any(i.grad for i in case.example.inputs)
-        self.generated += case.codegen
-
-    @property
-    def graphs(self) -> int:
-        return sum(n for kind, n in self.kinds.items() if kind != "invalid")
-
-    def line(self, device: str, first: str, last: str, seconds: float) -> str:
-        """The summary."""
-        each = lambda c: ", ".join(f"{n} {name}" for name, n in c.most_common())  # noqa: E731
-        failures = sum(self.kinds[k] for k in ("wrong", "crash", "hang"))
-        what = f" ({each(Counter({k: self.kinds[k] for k in ('wrong', 'crash', 'hang') if self.kinds[k]}))})" if failures else ""
-        return (
-            f"fuzz on {device}: {self.graphs} graphs in {seconds:.0f} s, examples {first} to {last}: {failures} failures{what}; "
-            f"{self.fused} fused, {self.gradients} with gradients, {self.generated} through code generation; "
-            f"{each(self.dtypes)}; kernels: {each(self.kernels)}; not counted: {self.kinds['invalid']} that eager refuses, "
-            f"{self.kinds['inductor']} on which plain Inductor fails too"
-        )
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.fuzz")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default 10)")
     parser.add_argument("--examples", type=int, help="stop after so many examples")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the examples (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="number of the first example (default 0)")
     parser.add_argument("--out", type=Path, help="where to save a failure (default fuzz_SEED_EXAMPLE.py)")
     parser.add_argument("--kernels", help="options={'kernel': ...} to draw from (default aten,reference on CPU, auto on a GPU)")
-    parser.add_argument("--codegen-every", type=int, help="every which example goes through code generation (50; 1 on a GPU)")
-    parser.add_argument("--failures", type=int, default=5, help="stop after so many failures (default 5)")
+    parser.add_argument("--whole-every", type=int, default=20, help="every which example Dynamo traces (default 20)")
+    parser.add_argument("--codegen-every", type=int, default=50, help="every which example Inductor compiles (default 50)")
+    parser.add_argument("--family", type=int, help="graphs in a row that spell one attention (default 1; 24 on a GPU)")
+    parser.add_argument("--failures", type=int, default=5, help="stop a process after so many failures (default 5)")
     parser.add_argument("--shrink-seconds", type=float, default=120.0, help="time to simplify each failure (default 120)")
-    return parser.parse_args(argv)
+    parser.add_argument("--hang", type=int, default=0, help="seconds that one example may take (default 180; 300 on a GPU)")
+    parser.add_argument("--ledger", type=Path, help="a JSON file of totals that this run is added to")
+    parser.add_argument("--revision", help="of the sources, for the ledger (default: what git says)")
+    args = parser.parse_args(argv)
+    gpu = args.device == "cuda"
+    args.family = args.family or (24 if gpu else 1)
+    args.kernels = args.kernels.split(",") if args.kernels else ["auto"] if gpu else ["aten", "reference"]
+    return args
+
+
+def indices(args: argparse.Namespace, job: int) -> Iterator[int]:
+    """The numbers of the examples of one process: whole families, in turn."""
+    for number in itertools.count(job, args.jobs):
+        for index in range(args.start + number * args.family, args.start + (number + 1) * args.family):
+            if args.examples is None or index - args.start < args.examples:
+                yield index
+        if args.examples is not None and number * args.family >= args.examples:
+            return
+
+
+def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> None:
+    """Runs one process's examples; ``told`` gets the number of each before it runs, and the :class:`Tally` at the end."""
+    tally, start = Tally(), time.monotonic()
+    gc.freeze()  # torch's own objects, of which there are millions, are not looked through again and again
+    device = args.device
+    with contextlib.ExitStack() as stack:
+        if device == "cuda":
+            from benchmarks._fuzz_kernels import launched
+
+            stack.enter_context(launched())
+        for index in indices(args, job):
+            if time.monotonic() - start >= 60 * args.minutes:
+                break
+            told(index)
+            tally.last = index
+            name = f"{args.seed}/{index}"
+            meaning = random.Random(f"{args.seed}/family/{index // args.family}") if args.family > 1 else None
+            choices = Choices(source=random.Random(name), meaning=meaning)
+            verdict = judge(case_of(choices, device, args.kernels, Through.of(index, args)), device, args.hang)
+            tally.add(verdict)
+            if verdict.failed:
+                _save(verdict, name, args)
+                if tally.failures >= args.failures:
+                    break
+    told(tally)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where anything failed."""
     args = parse(argv)
-    device = args.device
-    if device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch sees no GPU")
-    kernels = args.kernels.split(",") if args.kernels else ["auto"] if device == "cuda" else ["aten", "reference"]
-    every = args.codegen_every or (1 if device == "cuda" else 50)
-    command = f"python -m benchmarks.fuzz --device {device} --seed {args.seed}"
-    tally, start, index = Tally(), time.monotonic(), args.start
-    with torch.device(device) if device != "cpu" else contextlib.nullcontext():
-        while time.monotonic() - start < 60 * args.minutes and index - args.start != args.examples:
-            name, codegen = f"{args.seed}/{index}", (index + 1) % every == 0
-            verdict = judge(case_of(Choices(source=random.Random(name)), device, kernels, codegen), device)
-            tally.add(verdict)
-            if verdict.failed:
-                _save(verdict, f"{command} --start {index}", name, args, kernels)
-                if sum(tally.kinds[k] for k in ("wrong", "crash", "hang")) >= args.failures:
-                    break
-            index += 1
-            if index % 100 == 0:
-                gc.collect()
-    last = max(args.start, index - (not verdict.failed if tally.kinds else 1))
-    print(tally.line(device, f"{args.seed}/{args.start}", f"{args.seed}/{last}", time.monotonic() - start), flush=True)
-    return int(any(tally.kinds[k] for k in ("wrong", "crash", "hang")))
+    start = time.monotonic()
+    if args.jobs == 1:
+        told: list[Any] = []
+        work(args, 0, told.append)
+        tally = told[-1]
+    else:
+        tally = _fuzz_jobs.run(args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
+    seconds = time.monotonic() - start
+    print(tally.line(args.device, args.seed, args.start, seconds), flush=True)
+    if args.ledger is not None:
+        _fuzz_ledger.add(args.ledger, _fuzz_ledger.entry(tally, args, seconds))
+    return int(tally.failures > 0)
 
 
-def _save(verdict: Verdict, command: str, name: str, args: argparse.Namespace, kernels: Sequence[str]) -> Path:
+def command(args: argparse.Namespace, name: str) -> str:
+    """The command line that runs one example again."""
+    text = f"python -m benchmarks.fuzz --device {args.device} --seed {args.seed} --start {name.split('/')[1]} --examples 1"
+    given = {"whole-every": (args.whole_every, 20), "codegen-every": (args.codegen_every, 50)}
+    given["family"] = args.family, 24 if args.device == "cuda" else 1
+    return text + "".join(f" --{option} {value}" for option, (value, usual) in given.items() if value != usual)
+
+
+def _save(verdict: Verdict, name: str, args: argparse.Namespace) -> Path:
     print(f"example {name} fails: {verdict.kind}: {verdict.error.splitlines()[0]}", flush=True)
-    codegen = verdict.case.codegen
-    again = lambda trace: judge(case_of(Choices(trace), args.device, kernels, codegen), args.device)  # noqa: E731
+    through = verdict.case.through
+    again = lambda trace: judge(case_of(Choices(trace), args.device, args.kernels, through), args.device)  # noqa: E731
     small, tried = shrink(verdict, again, args.shrink_seconds) if verdict.kind != "hang" else (verdict, 0)
     case = small.case
     path = _free(args.out or Path(f"fuzz_{name.replace('/', '_')}.py"))
     band = BANDS.get(case.example.dtype, 2e-5)
     given = arguments(case.example, 0, "cpu")
     path.write_text(
-        _fuzz_repro.program(case, given, small.error, command, _fuzz_repro.versions(), band, args.device)
+        _fuzz_repro.program(case, given, small.error, command(args, name), _fuzz_repro.versions(), band, args.device)
     )
     lines = len(verdict.case.example.lines), len(case.example.lines)
     print(f"  shrunk from {lines[0]} to {lines[1]} lines in {tried} tries; saved to {path}", flush=True)
@@ -328,7 +368,5 @@ def _free(path: Path) -> Path:
 
 if __name__ == "__main__":
     # For the whole process, and so not main's to set.
-    warnings.filterwarnings("ignore")
-    logging.getLogger("fa_inductor").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    _fuzz_jobs.quiet()
     sys.exit(main())

@@ -56,6 +56,7 @@ def _terms(score: Expr) -> list[str]:
 
 
 def shapes_of(match: AttentionMatch) -> str:
+    """Sizes of q and of k and v, as the report shows them: numbers or the names of run-time sizes."""
     g = match.groups
     e = {k: match.extent(v) for k, v in g.items()}
     q = f"q[{e['batch']}, {e['heads']}, {e['query']}, {e['qk']}]"
@@ -63,4 +64,5 @@ def shapes_of(match: AttentionMatch) -> str:
 
 
 def dtype_text(match: AttentionMatch) -> str:
+    """The operands' dtype without ``torch.``."""
     return str(match.dtype).removeprefix("torch.")

@@ -13,8 +13,8 @@ from typing import Any
 
 from .report import FusionReport
 
-_KERNEL = re.compile(r"triton_tem_fused_\w*flash_attention(?!_backward)")
-_OP = re.compile(r"fa_inductor::(flash_attention|plain_attention|hopper_attention)$")
+_KERNEL = re.compile(r"triton_tem_fused_\w*(flash|fp8|fp8_projected)_attention(?!_backward)")
+_OP = re.compile(r"fa_inductor::((flash|plain|hopper)_attention|(hopper_)?fp8(_projected)?_attention)$")
 
 
 def profiled(report: FusionReport, call: Callable[[], Any]) -> FusionReport:

@@ -194,6 +194,7 @@ def to_text(e: Expr) -> str:
 
 
 def const(value: float | bool) -> Const:
+    """A number as an expression."""
     return Const(value)
 
 

@@ -152,14 +152,30 @@ def _compiles(which: str, choice: Any, config: configs.TileConfig) -> bool:
 def _select(call: _Call, candidates: Sequence[configs.TileConfig]) -> Any | None:
     """The output of the chosen kernel, None when no configuration compiles."""
     from torch._inductor import config as inductor_config
-    from torch._inductor.select_algorithm import autotune_select_algorithm
 
     every = bool(inductor_config.max_autotune)
     choices, nodes = _choices(call, candidates, every)
     if not choices:
         log.warning("%s kernel: no configuration compiles, running the op's eager kernel", call.which)
         return None
-    chosen = autotune_select_algorithm(f"fa_inductor_{call.which}", choices, nodes, call.layout, return_multi_template=False)
+    return _fastest(call, choices, nodes)
+
+
+def _fastest(call: _Call, choices: list[Any], nodes: list[Any]) -> Any:
+    """The output of the fastest choice; of the first one where they cannot be timed, as where memory does not hold the
+    operands once more. Inductor leaves out single ones that fail when they run."""
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    def take(some: list[Any]) -> Any:
+        return autotune_select_algorithm(f"fa_inductor_{call.which}", some, nodes, call.layout, return_multi_template=False)
+
+    try:
+        chosen = take(choices)
+    except Exception as e:
+        if len(choices) == 1:
+            raise
+        log.warning("%s kernel: no timing, the default configuration is taken: %s: %s", call.which, type(e).__name__, e)
+        chosen = take(choices[:1])
     # torch 2.13 returns (node, choice), torch 2.11 the node.
     return chosen[0] if isinstance(chosen, tuple) else chosen
 

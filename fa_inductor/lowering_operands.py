@@ -147,6 +147,7 @@ def _descriptor_fits(x: Any) -> bool:
 
 
 def problem_of(o: Operands) -> Problem:
+    """What Inductor knows about the operands when their kernel is rendered."""
     batch, heads, kv_heads, rows, cols = o.extents
     sizevars = _sizevars()
     extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols, DIAGONALS: rows + cols - 1}

@@ -93,6 +93,7 @@ class SiteReport:
         return f"graph {self.graph_index} {'/'.join(part for part in (self.path, self.node) if part)}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields, as JSON has them."""
         return {**asdict(self), "near_misses": list(self.near_misses)}
 
 
@@ -129,6 +130,7 @@ class FusionReport:
         return merged
 
     def to_dict(self) -> dict[str, Any]:
+        """What :meth:`to_json` writes, as a dictionary."""
         return {
             "graphs": self.graphs,
             "seconds": self.seconds,
@@ -138,6 +140,7 @@ class FusionReport:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
+        """The report as JSON text; :meth:`from_dict` reads it again, parsed."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod

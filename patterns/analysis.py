@@ -54,11 +54,14 @@ _MAX_SINKS = 8
 
 
 def dim_of(axis: sympy.Symbol) -> tuple[int, int]:
+    """(dimension of the output, part of it) that an axis symbol stands for."""
     dim, _, part = axis.name[1:].partition("_")
     return int(dim), int(part or 0)
 
 
 class Analysis:
+    """One site on the way from its two products to a proven spec, or to the :class:`Reject` that says why there is none."""
+
     def __init__(self, view: AtenView, site: Site, qk: fx.Node, live: set[fx.Node], others: list[fx.Node]):
         self.view, self.site, self.qk, self.live, self.others = view, site, qk, live, others
         self.place = site.place

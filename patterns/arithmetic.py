@@ -25,6 +25,7 @@ EXACT_INTEGER = {torch.float32: 2**24, torch.float64: 2**53}
 
 
 def is_float(dt: torch.dtype) -> bool:
+    """Whether values of the dtype are rounded."""
     return dt.is_floating_point
 
 
@@ -225,6 +226,7 @@ def is_choice_of_numbers(e: Expr) -> bool:
 
 
 def is_finite(e: Expr) -> bool:
+    """Whether an expression is a finite number."""
     return isinstance(e, Const) and math.isfinite(e.value)
 
 

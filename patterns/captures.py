@@ -28,10 +28,12 @@ _STEPS = {"lt", "le", "gt", "ge", "eq", "ne", "floor", "cast_int", "cast_bool", 
 
 
 def calls_in(e: Expr) -> int:
+    """How many functions and operators an expression has."""
     return sum(isinstance(x, Call) for x in e.walk())
 
 
 def elems(e: Expr) -> list[Elem]:
+    """All elements of tensors that an expression reads."""
     return [x for x in e.walk() if isinstance(x, Elem)]
 
 

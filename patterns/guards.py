@@ -31,6 +31,7 @@ class Guard:
 
 
 def is_zero(e: Expr) -> bool:
+    """Whether an expression is the number 0.0."""
     return isinstance(e, Const) and e.kind == "float" and e.value == 0.0
 
 

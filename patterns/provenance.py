@@ -16,6 +16,7 @@ _REEMIT_LIMIT = 60
 
 
 def example_leaves(node: fx.Node) -> list:
+    """The tensors and numbers in a node's example value."""
     return pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val")))
 
 

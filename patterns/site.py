@@ -80,6 +80,8 @@ class Reject(Exception):
 
 
 class Split(Exception):
+    """An axis has to be split, into one of extent ``inner`` and the rest, and the site looked at again."""
+
     def __init__(self, axis: sympy.Symbol, inner: sympy.Expr):
         self.axis, self.inner = axis, inner
 
@@ -94,6 +96,8 @@ class Rows:
 
 @dataclass
 class Site:
+    """A softmax and the product with V behind it, as found, before anything is proven."""
+
     anchor: Softmax
     pv: fx.Node
     output: fx.Node
@@ -106,6 +110,7 @@ class Site:
 
 
 def rejection(view: AtenView, reason: str, node: fx.Node) -> Rejection:
+    """A rejection that says where in the user's graph ``node`` comes from."""
     origin = view.origin.get(node)
     if origin is None:
         return Rejection(reason, node.name)
@@ -135,6 +140,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
+    """Every node that ``node`` is computed from, itself left out."""
     found: set[fx.Node] = set()
     todo = [node]
     while todo:

@@ -84,6 +84,7 @@ class Unsupported(Exception):
 
 
 def value_of(node: fx.Node) -> object:
+    """The fake result of an ATen node, None where it has none."""
     return node.meta.get("val")
 
 
@@ -115,10 +116,12 @@ def _divided(e: sympy.Expr) -> sympy.Expr:
 
 
 def shape(node: fx.Node) -> list[sympy.Expr]:
+    """Sizes of an ATen node's tensor, as sympy has them."""
     return [size(d) for d in tensor_of(node).shape]
 
 
 def dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of an ATen node's tensor."""
     return tensor_of(node).dtype
 
 
@@ -134,6 +137,7 @@ def kind_of(dt: torch.dtype) -> str:
 
 
 def numel(dims: Sequence[sympy.Expr]) -> sympy.Expr:
+    """The product of sizes."""
     out = sympy.Integer(1)
     for d in dims:
         out = out * d

@@ -216,7 +216,8 @@ class _CaptureGradients:
                 printer.lines.append(f"delta_error = delta_error - delta * s{i}")
         for i, load in enumerate(self.loads):
             if not depends(load, "kv_idx"):
-                printer.lines.append(f"g{i} = g{i} - delta_error * w{i}")
+                # A row without keys is NaN throughout, but where its mask keeps any gradient from the element, 0 it is.
+                printer.lines.append(f"g{i} = g{i} - tl.where(w{i} == 0.0, 0.0, delta_error * w{i})")
                 self._add_rows(load, f"g{i}")
         for i, sink in enumerate(self.program.spec.sinks):
             loads = [n for n in self.all_loads if sink.depends_on(n)]

@@ -75,18 +75,24 @@ class _Hooks:
 
 
 @lru_cache(maxsize=512)
-def complete(kernel: KernelSource, known: Known = ()) -> Standalone:
-    """Fill in the hooks of a rendered kernel. Sizes and strides in ``known`` become numbers in the text."""
+def complete(kernel: KernelSource, known: Known = (), specialize: bool = True) -> Standalone:
+    """Fill in the hooks of a rendered kernel. Sizes and strides in ``known`` become numbers in the text.
+
+    ``specialize``: whether Triton compiles the kernel anew where a size or stride is 1 or a multiple of 16, or a tensor starts
+    at a multiple of 16 bytes.
+    """
     import jinja2
 
     hooks = _Hooks(kernel, known)
-    names = ("def_kernel", "size", "stride", "program_size", "store_output")
+    hooked = ("def_kernel", "size", "stride", "program_size", "store_output")
     body = jinja2.Template(kernel.text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(
-        {n: getattr(hooks, n) for n in names}
+        {n: getattr(hooks, n) for n in hooked}
     )
-    parameters = ", ".join([*kernel.arguments, OUTPUT, *hooks.scalars.values()])
+    names = [*kernel.arguments, OUTPUT, *hooks.scalars.values()]
+    parameters = ", ".join(names)
     defines = "".join(f"    {k}: tl.constexpr = {v}\n" for k, v in kernel.constants.items())
-    header = f"@triton.jit\ndef {kernel.name}({parameters}):\n{defines}    INDEX_DTYPE: tl.constexpr = tl.int64"
+    jit = "@triton.jit" if specialize else f"@triton.jit(do_not_specialize={names})"
+    header = f"{jit}\ndef {kernel.name}({parameters}):\n{defines}    INDEX_DTYPE: tl.constexpr = tl.int64"
     source = "import triton\nimport triton.language as tl\n\n\n" + body.replace("<DEF_KERNEL>", header, 1)
     return Standalone(source, kernel, tuple(hooks.scalars))
 
@@ -97,9 +103,9 @@ def _folder() -> str:
 
 
 @lru_cache(maxsize=512)
-def load(kernel: KernelSource, known: Known = ()) -> tuple[Any, Standalone]:
+def load(kernel: KernelSource, known: Known = (), specialize: bool = True) -> tuple[Any, Standalone]:
     """The jitted function of a kernel. Triton reads a kernel's source from its file, so one is written."""
-    standalone = complete(kernel, known)
+    standalone = complete(kernel, known, specialize)
     # The constants are part of the module's text but not of the kernel's name.
     path = Path(_folder()) / f"{kernel.name}_{abs(hash(standalone.source)):x}.py"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -121,18 +127,23 @@ def _value(tensors: dict[str, Any], sizes: Sequence[int], scalar: tuple[str, str
 
 
 def prepare(
-    kernel: KernelSource, tensors: dict[str, Any], out: Any, sizes: Sequence[int] = (), fixed: bool = False
+    kernel: KernelSource,
+    tensors: dict[str, Any],
+    out: Any,
+    sizes: Sequence[int] = (),
+    fixed: bool = False,
+    specialize: bool = True,
 ) -> tuple[Any, list[Any]]:
     """(jitted function, positional arguments) of a launch.
 
     ``fixed``: sizes and strides are numbers in the kernel's text, as they are where Inductor knows them; otherwise they
-    are arguments, as under dynamic shapes.
+    are arguments, as under dynamic shapes. ``specialize`` as :func:`complete` has it.
     """
     everything = {**tensors, OUTPUT: out}
     known: Known = ()
     if fixed:
         known = tuple((s, _value(everything, sizes, s)) for s in complete(kernel).scalars)
-    function, standalone = load(kernel, known)
+    function, standalone = load(kernel, known, specialize)
     values: list[Any] = [tensors[n] for n in kernel.arguments]
     return function, [*values, out, *(_value(everything, sizes, s) for s in standalone.scalars)]
 
@@ -144,9 +155,10 @@ def launch(
     out: Any,
     sizes: Sequence[int] = (),
     fixed: bool = False,
+    specialize: bool = True,
     **options: Any,
 ) -> None:
     """Run a kernel. ``grid`` programs; ``out`` is written, and so are the tensors named by ``kernel.outputs``."""
     if grid > 0:
-        function, values = prepare(kernel, tensors, out, sizes, fixed)
+        function, values = prepare(kernel, tensors, out, sizes, fixed, specialize)
         function[(grid,)](*values, num_warps=kernel.num_warps, num_stages=kernel.num_stages, **options)

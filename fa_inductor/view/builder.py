@@ -10,6 +10,7 @@ A value overwritten in place in between has no holder any more, so a rewrite tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +33,9 @@ from fa_inductor.view.leaves import Leaves, opaque_outputs, plain
 aten = torch.ops.aten
 
 
+@functools.cache
 def decompositions() -> dict:
+    """What is made smaller in the view. The dictionary is shared: not to be changed."""
     from torch._decomp import get_decompositions
 
     return dict(

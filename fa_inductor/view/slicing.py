@@ -67,6 +67,7 @@ def transformed(graph: fx.Graph) -> list[fx.Node]:
 
 
 def name_of(n: fx.Node) -> str:
+    """What a node calls, as ATen, a method or a function spells it."""
     t = n.target
     if isinstance(t, torch._ops.OpOverload):
         return t._schema.name.split("::")[1]

@@ -8,8 +8,9 @@ with ``DT = WIDE = torch.float64`` is the exact reference.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,6 +25,16 @@ FILLS = ("-math.inf", "FMIN", "-1e9", "-1e4", "-5.0", "0.0")
 class Chooser(Protocol):
     def pick(self, options: Sequence[T]) -> T:
         """One of ``options``."""
+
+
+def turn(choose: Chooser, meaning: bool) -> None:
+    """Says what the next choices are about: what is computed (``meaning``), or how it is written.
+
+    A chooser that cares has a method of this name; it can so draw many spellings of one attention.
+    """
+    told = getattr(choose, "turn", None)
+    if told is not None:
+        told(meaning)
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,10 @@ class Example:
         names = ", ".join(i.name for i in self.inputs)
         return "\n".join([f"def f({names}):", *(f"    {line}" for line in self.lines)]) + "\n"
 
+    def placed(self, device: str) -> Example:
+        """The same, with the tensors that the function itself makes on ``device``."""
+        return self if device == "cpu" else replace(self, lines=[_placed(line, device) for line in self.lines])
+
     def function(self, dtype: torch.dtype | None = None) -> Any:
         """The function, in ``dtype`` throughout where one is given."""
         wide = torch.float32 if self.dtype.itemsize < 8 else torch.float64
@@ -79,6 +94,20 @@ class Example:
     def refuse(self, why: str) -> None:
         """This spelling need not be matched (and often must not)."""
         self.must_match, self.why_not = False, self.why_not or why
+
+
+_MADE = re.compile(r"\btorch\.(arange|ones|zeros|eye|full|tensor)\(")
+
+
+def _placed(line: str, device: str) -> str:
+    """``line`` with the device as a last argument of every call that makes a tensor."""
+    for found in reversed(list(_MADE.finditer(line))):
+        at, depth = found.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(line[at], 0)
+            at += 1
+        line = f"{line[: at - 1]}, device={device!r}{line[at - 1 :]}"
+    return line
 
 
 def make_inputs(example: Example, seed: int) -> list[torch.Tensor]:
@@ -133,6 +162,7 @@ class Writer:
 
     def __init__(self, choose: Chooser, example: Example, shapes: Shapes, grads: bool):
         self.pick, self.example, self.shapes, self.grads = choose.pick, example, shapes, grads
+        self.choose = choose
         self.count = 0
 
     def line(self, text: str) -> None:
@@ -154,6 +184,7 @@ def generate(choose: Chooser) -> Example:
     from tests.fuzz import grammar
 
     pick = choose.pick
+    turn(choose, meaning=True)
     example = Example(dtype=pick([torch.float32] * 4 + list(DTYPES)))
     grads = pick([True, True, False])
     writer = Writer(choose, example, _shapes(choose), grads)
@@ -172,7 +203,9 @@ def _shapes(choose: Chooser) -> Shapes:
     n = pick([m, m, *lengths])
     d = pick([4, 2, 3, 5, 7, 8, 16, 33, m, 1])
     dv = pick([d, d, d, 3, 8, n, 16, 1])
+    turn(choose, meaning=False)
     batch, heads = pick([2, 1, 3]), pick([2, 1, 4])
+    turn(choose, meaning=True)
     rank = pick([4, 4, 4, 3, 5])
     group = pick([1, 1, 1, 2, 4]) if rank == 4 else 1
     lead = {3: (batch,), 4: (batch, heads * group), 5: (batch, pick([3, 1, 2]), heads)}[rank]

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.generate import Shapes, Writer
+from tests.fuzz.generate import Shapes, Writer, turn
 from tests.fuzz.terms import score_terms
 
 
 def attention(w: Writer) -> None:
     """Writes the whole function."""
-    _operands(w)
-    _groups(w)
-    _early_scale(w)
-    _product(w)
-    _scale(w)
-    score_terms(w)
-    _softmax(w)
-    _values(w)
-    _consume(w)
+    for part in (_operands, _groups, _early_scale, _product, _scale, score_terms, _softmax, _values, _consume):
+        turn(w.choose, meaning=part in (_early_scale, _scale, score_terms))
+        part(w)
+    turn(w.choose, meaning=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ operands

@@ -11,31 +11,31 @@ from tests.fuzz.oracle import Compiled, call, check, copy_args
 
 def arguments(example: Example, seed: int = 0, device: str = "cpu") -> list[Tensor]:
     """The arguments of one call, on ``device``."""
-    with torch.device("cpu"):
-        made = make_inputs(example, seed)
-    return [x.detach().to(device).requires_grad_(x.requires_grad) for x in made]
+    return [x.detach().to(device).requires_grad_(x.requires_grad) for x in make_inputs(example, seed)]
 
 
 def valid(example: Example, device: str = "cpu") -> bool:
     """Whether eager runs it: in-place writes may meet what autograd has saved."""
     try:
-        call(example.function(), copy_args(arguments(example, 0, device)))
+        call(example.placed(device).function(), copy_args(arguments(example, 0, device)))
     except RuntimeError:
         return False
     return True
 
 
-def run(example: Example, seed: int = 0, made: Compiled | None = None, device: str = "cpu") -> int:
-    """Checks one example; returns how many attentions fused."""
+def run(example: Example, seed: int = 0, made: Compiled | None = None, device: str = "cpu", dynamo: bool = True) -> int:
+    """Checks one example; returns how many attentions fused. ``dynamo`` as :func:`tests.fuzz.oracle.check` has it."""
     torch.manual_seed(seed)
+    placed = example.placed(device)
     made = check(
-        example.function(),
+        placed.function(),
         arguments(example, seed, device),
-        exact_fn=example.function(torch.float64),
+        exact_fn=placed.function(torch.float64),
         dtype=example.dtype,
         dynamic=example.dynamic,
         full=example.full,
         made=made,
+        dynamo=dynamo,
     )
     for site in made.sites:
         if site.reason.startswith(("analysis failed", "the graph could not be read")):

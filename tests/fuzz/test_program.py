@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fuzz
+from benchmarks import _fuzz_jobs, _fuzz_ledger, fuzz
 from fa_inductor import cpu_flash
 
 ROOT = Path(__file__).parents[2]
@@ -66,9 +67,9 @@ def environment() -> dict[str, str]:
 
 
 def test_a_crash_is_a_failure_and_an_example_depends_on_its_name_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cases = [fuzz.case_of(fuzz.Choices(source=random.Random("3/5")), "cpu", ["aten"], False) for _ in range(2)]
+    cases = [fuzz.case_of(fuzz.Choices(source=random.Random("3/5")), "cpu", ["aten"], fuzz.Through()) for _ in range(2)]
     assert cases[0].example.source == cases[1].example.source
-    assert fuzz.case_of(fuzz.Choices(cases[0].trace), "cpu", ["aten"], False).example.source == cases[0].example.source
+    assert fuzz.case_of(fuzz.Choices(cases[0].trace), "cpu", ["aten"], fuzz.Through()).example.source == cases[0].example.source
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("made to fail")
@@ -76,7 +77,7 @@ def test_a_crash_is_a_failure_and_an_example_depends_on_its_name_alone(monkeypat
     monkeypatch.setattr(fuzz, "run", fail)
     verdict = fuzz.judge(cases[0], "cpu")
     assert (verdict.kind, verdict.error) == ("crash", "ZeroDivisionError: made to fail")
-    again = lambda trace: fuzz.judge(fuzz.case_of(fuzz.Choices(trace), "cpu", ["aten"], False), "cpu")  # noqa: E731
+    again = lambda trace: fuzz.judge(fuzz.case_of(fuzz.Choices(trace), "cpu", ["aten"], fuzz.Through()), "cpu")  # noqa: E731
     small, tried = fuzz.shrink(verdict, again, 10)
     assert tried > 0
     assert set(small.case.trace) == {0}, "everything is the simplest there is"
@@ -86,6 +87,43 @@ def test_what_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "run", lambda *_: time.sleep(30))
     monkeypatch.setitem(fuzz.HANG, "cpu", 1)
     start = time.monotonic()
-    verdict = fuzz.judge(fuzz.case_of(fuzz.Choices(), "cpu", ["aten"], False), "cpu")
+    verdict = fuzz.judge(fuzz.case_of(fuzz.Choices(), "cpu", ["aten"], fuzz.Through()), "cpu")
     assert (verdict.kind, verdict.failed) == ("hang", True)
     assert time.monotonic() - start < 20
+
+
+def test_processes_share_the_examples_and_the_ledger_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = tmp_path / "totals.json"
+    arguments = ["--jobs", "2", "--examples", "6", "--family", "2", "--whole-every", "5", "--ledger", str(ledger)]
+    arguments += ["--revision", "abc"]
+    args = fuzz.parse(arguments)
+    assert [list(fuzz.indices(args, job)) for job in range(2)] == [[0, 1, 4, 5], [2, 3]]
+    assert fuzz.main(arguments) == 0
+    assert fuzz.main([*arguments, "--jobs", "1", "--start", "6"]) == 0
+    found = json.loads(ledger.read_text())
+    first, second = found["runs"]
+    assert (first["examples"], second["examples"], first["revision"]) == ([0, 5], [6, 11], "abc")
+    assert found["totals"]["cpu"]["graphs"] == first["graphs"] + second["graphs"] > 0
+    assert _fuzz_ledger.add(ledger, first)["totals"] == found["totals"], "a run counts once"
+
+
+def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_fuzz_jobs, "_child", dies)
+    assert fuzz.main(["--jobs", "2", "--examples", "2", "--seed", "7"]) == 1
+    assert "--seed 7 --start 1 --examples 1" in capsys.readouterr().out
+
+
+def dies(args: Any, job: int, to: Any) -> None:
+    to.send(job)
+    os._exit(1)
+
+
+def test_many_spellings_of_one_attention() -> None:
+    cases = [
+        fuzz.case_of(
+            fuzz.Choices(source=random.Random(f"5/{i}"), meaning=random.Random("5/family/0")), "cpu", ["aten"], fuzz.Through()
+        )
+        for i in range(12)
+    ]
+    assert len({c.example.dtype for c in cases}) == 1
+    assert len({c.example.source for c in cases}) == 12

@@ -18,7 +18,13 @@ pytestmark = pytest.mark.gpu
 RUN = """
 import sys, torch
 path, inputs, out = sys.argv[1:]
-torch.save(torch._inductor.aoti_load_package(path)(*torch.load(inputs)), out)
+model = torch._inductor.aoti_load_package(path)
+print("loaded", flush=True)
+result = model(*torch.load(inputs))
+torch.cuda.synchronize()
+print("ran", flush=True)
+torch.save(result, out)
+print("saved", flush=True)
 assert not any(name.startswith("fa_inductor") for name in sys.modules)
 """
 
@@ -51,9 +57,10 @@ def test_a_package_holds_the_kernels(tmp_path: Path, dtype: torch.dtype) -> None
     for length in (300, 77):
         given = tuple(x[:, :, :length].contiguous() for x in args)
         torch.save(given, tmp_path / "inputs.pt")
-        command = [sys.executable, "-c", RUN, path, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+        command = [sys.executable, "-X", "faulthandler", "-c", RUN, path, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        said = f"exit code {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, said
         got = torch.load(tmp_path / "out.pt")
         with torch.no_grad():
             eager, exact = model(*given), Model.forward(model.double(), *(x.double() for x in given))

@@ -256,6 +256,14 @@ def test_a_profile_on_the_cpu_kernel() -> None:
     assert site.milliseconds is not None
 
 
+def test_a_profile_of_fp8() -> None:
+    with torch.no_grad():
+        explained = fa_inductor.explain(plain, profile=True, dynamic=False, options={**ANY, "fp8": "e4m3"})
+        report = explained(torch.randn(1, 1, 512, 64, dtype=torch.bfloat16))
+    (site,) = report.fused
+    assert (site.fp8, site.evidence) == ("e4m3", "profiler shows its time"), str(report)
+
+
 def test_without_a_profile_only_the_choice_is_known() -> None:
     report = fa_inductor.explain(returns_weights, options=ANY)(torch.randn(Q))
     assert [(s.status, s.evidence) for s in report.sites] == [("rejected", "")]

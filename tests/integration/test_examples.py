@@ -46,6 +46,14 @@ def test_vit_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert "speed-up" in capsys.readouterr().out
 
 
+def test_fp8_block(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run("fp8_block", "--tokens", "512", "--width", "64", "--heads", "1", "--repeats", "1")
+    assert [row["report"].fused[0].fp8 for row in rows] == ["", "e4m3", "e4m3-rotated", "int8-e4m3"]
+    plain, *cast = [row["error"] for row in rows]
+    assert 0 < plain < min(cast) < max(cast) < 0.2
+    assert '{"fp8": "int8-e4m3"}' in capsys.readouterr().out
+
+
 def test_defaults_are_parsed_without_arguments() -> None:
-    for name in ("decoder_inference", "vit_training"):
+    for name in ("decoder_inference", "vit_training", "fp8_block"):
         assert runpy.run_path(str(EXAMPLES / f"{name}.py"))["arguments"]([]).device == "cpu"

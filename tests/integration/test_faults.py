@@ -338,3 +338,24 @@ def test_templates_that_do_not_compile_are_dropped_by_name(
     assert "configuration large dropped: RuntimeError: ptxas: large does not compile" in caplog.text
     assert choices_of(monkeypatch, candidates, {"large", "small"}, every=True) == ["middle"]
     assert choices_of(monkeypatch, candidates, {"large", "middle", "small"}, every=True) == []
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("illegal memory access")])
+def test_tuning_that_fails_takes_the_default(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The operands do not fit in memory once more, or a candidate takes the benchmark with it."""
+    tried = []
+
+    def tune(name: str, choices: list[str], nodes: list[Any], layout: Any, **_: Any) -> Any:
+        tried.append(list(choices))
+        if len(choices) > 1:  # one alone is not timed
+            raise error
+        return choices[0], None
+
+    monkeypatch.setattr("torch._inductor.select_algorithm.autotune_select_algorithm", tune)
+    call = lowering._Call("forward", None, {}, None, None, [])  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "fa_inductor"):
+        assert lowering._fastest(call, ["default", "large"], []) == "default"
+    assert tried == [["default", "large"], ["default"]]
+    assert f"forward kernel: no timing, the default configuration is taken: {type(error).__name__}: {error}" in caplog.text

@@ -179,6 +179,12 @@ FAMILIES = [
         f"attention(score=where({BOTTOM_RIGHT}, score * 0.2, -inf))",
         (1, 2, 1, 70, 37, 16, 16),
     ),
+    Family(
+        "row_scale_dead_nan",
+        f"attention(score=where({BOTTOM_RIGHT}, score * f0[q_idx], -inf))",
+        (1, 2, 1, 70, 37, 16, 16),
+        normal("m"),
+    ),
     Family("causal_finite", f"attention(score=where({CAUSAL}, score * 0.2, -1000000000.0))", (1, 2, 1, 70, 70, 16, 16)),
     Family("dead_1e9", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -1000000000.0))"),
     Family("dead_finfo", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -3.4028234663852886e+38))"),
