@@ -87,7 +87,8 @@ class Interpreter(fx.Interpreter):
             if target is torch.amp.autocast_mode._exit_autocast:
                 b.autocast.remove(args[0])
                 return target(*args)
-            if target in slicing.HEAVY and "example_value" in n.meta:
+            looked_up = target is F.embedding and not aliasing.side_writes(n)  # of a matmul's operand: pages of a cache
+            if target in slicing.HEAVY and "example_value" in n.meta and not looked_up:
                 for a in aliasing.side_writes(n):
                     self.env[a].copy_(self.opaque(a, (args, kwargs)))
                 return self.opaque(n, (args, kwargs))
