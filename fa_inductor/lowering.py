@@ -22,8 +22,8 @@ from typing import Any
 from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
-from fa_inductor.lowering_operands import Operands, hint, number, problem_of, realised
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.lowering_operands import Cache, Operands, hint, number, problem_of, realised
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem, dense_strides
@@ -57,11 +57,12 @@ def register() -> None:
     """Install the lowerings. Idempotent; imports Inductor."""
     from torch._inductor.lowering import register_lowering
 
-    from fa_inductor import fp8, fp8_lowering, ops
+    from fa_inductor import caches, fp8, fp8_lowering, ops
 
     register_lowering(fp8.fp8_attention, type_promotion_kind=None)(fp8_lowering.lower)
     register_lowering(fp8.fp8_projected_attention, type_promotion_kind=None)(fp8_lowering.lower_projected)
     register_lowering(ops.flash_attention, type_promotion_kind=None)(_lower_forward)
+    register_lowering(caches.cached_attention, type_promotion_kind=None)(_lower_cached)
     register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
 
 
@@ -276,10 +277,7 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
 
 
 def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
-    import torch
-
     from fa_inductor import ops
-    from fa_inductor.templates.forward import forward_kernel, packs_heads
 
     args = (q, k, v, captures, sizes, program, kernel)
     reason = _refusal(kernel, (q, k, v), captures)
@@ -289,13 +287,53 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
         return _fallback(ops.flash_attention, args, reason)
     spec = AttentionSpec.parse(program)
     o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [])
-    problem = problem_of(o)
+    return _forward(o, kernel, lambda reason: _fallback(ops.flash_attention, args, reason))
+
+
+def _lower_cached(
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    k_scale: Any,
+    v_scale: Any,
+    captures: Sequence[Any],
+    sizes: Sequence[Any],
+    keys: Any,
+    program: str,
+    cache: str,
+    kernel: str,
+) -> Any:
+    import sympy
+
+    from fa_inductor import caches
+
+    args = (q, k, v, table, k_scale, v_scale, captures, sizes, keys, program, cache, kernel)
+    beside = [x for x in (table, k_scale, v_scale) if x is not None]
+    reason = _refusal(kernel, (q, k, v, *beside), captures)
+    if reason:
+        return _fallback(caches.cached_attention, args, reason)
+    tensors = (x if x is None else realised(x) for x in (table, k_scale, v_scale))
+    stored = Cache(CacheForm.parse(cache), *tensors, sympy.sympify(keys))
+    spec = AttentionSpec.parse(program)
+    o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [], stored)
+    return _forward(o, kernel, lambda reason: _fallback(caches.cached_attention, args, reason))
+
+
+def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
+    """(out, lse) by the best template; ``fallback`` runs the op's eager kernel."""
+    import torch
+
+    from fa_inductor import ops
+    from fa_inductor.templates.forward import forward_kernel, packs_heads
+
+    spec, problem = o.spec, problem_of(o)
     batch, heads, kv_heads, rows, cols = o.extents
     facts = Facts(problem.rows, problem.cols, problem.sizes)
     request = _request(o, problem, keys=hint(cols), queries=hint(rows), heads=hint(batch * heads), facts=facts)
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
-        return _fallback(ops.flash_attention, args, answer.reason)
+        return fallback(answer.reason)
     if kernel == "triton" and answer.template == select.HOPPER and _hopper_runs(o, problem):
         program = Program.of(spec, problem).spec.program
         return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
@@ -317,12 +355,13 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
             return rows * problem.group, batch * kv_heads * splits, "BLOCK_M"
         return rows, batch * heads * splits, "BLOCK_M"
 
+    run_time = [*o.sizes, o.cache.keys] if o.cache else o.sizes
     call = _Call(
-        "forward", lambda config: forward_kernel(spec, problem, config), {**o.named(), "LSE": lse}, layout, grid, o.sizes
+        "forward", lambda config: forward_kernel(spec, problem, config), {**o.named(), "LSE": lse}, layout, grid, run_time
     )
     out = _select(call, [replace(c, splits=splits) for c in candidates])
     if out is None:
-        return _fallback(ops.flash_attention, args, "no configuration compiles")
+        return fallback("no configuration compiles")
     if splits == 1:
         return out, lse
     unit = unit_of(Program.of(spec, problem))

@@ -14,8 +14,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from fa_inductor import capture_layout, cpu_export, fp8, ops
+from fa_inductor import caches, capture_layout, cpu_export, fp8, ops
 from fa_inductor.patterns import AttentionMatch
+from fa_inductor.patterns.caches import BLOCK, SLOT, Cache, Scale
 from fa_inductor.patterns.operands import Axes, Operand
 from fa_inductor.patterns.projection import Projection, Projections
 from fa_inductor.patterns.terms import size
@@ -223,19 +224,26 @@ def _run_of(axes: Axes, want: Sequence[Axes]) -> Axes | None:
 
 
 def apply(
-    view: AtenView, match: AttentionMatch, kernel: str, fp8_format: str = "", projections: Projections | None = None
+    view: AtenView,
+    match: AttentionMatch,
+    kernel: str,
+    fp8_format: str = "",
+    projections: Projections | None = None,
+    cache: Cache | None = None,
 ) -> AttentionSpec:
     """Rewrite one site with the op run by ``kernel``, in FP8 where a format is given and then from hidden states where there are
-    ``projections``; returns the spec the op carries.
+    ``projections``, or with k and v as ``cache`` stores them; returns the spec the op carries.
 
     Raises:
         RewriteError: nodes could not be built; the graph is unchanged.
     """
+    if cache is not None:
+        match = replace(match, extents=cache.extents)
     origin = view.origin[match.pv]
     anchor = match.holder.node if match.holder is not None else origin.node
     emitter = Emitter(view, match, anchor)
     try:
-        spec, result = _emit_op(emitter, match, kernel, fp8_format, projections)
+        spec, result = _emit_op(emitter, match, kernel, fp8_format, projections, cache)
         leaves = _new_leaves(view, emitter, match, result, anchor)
         replacements = _leaf_replacements(anchor, leaves)
     except Exception as e:
@@ -250,14 +258,13 @@ def apply(
 
 
 def _emit_op(
-    em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str, projections: Projections | None
+    em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str, projections: Projections | None, cache: Cache | None
 ) -> tuple[AttentionSpec, fx.Node]:
     g = match.groups
     if projections is not None:
         return _emit_projected(em, match, kernel, fp8_format, projections)
     q = em.operand(match.q, (g["batch"], g["heads"], g["query"], g["qk"]), match.dtype)
-    k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
-    v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
+    k, v, stored = _keys_and_values(em, match, cache)
     captures, spec = _captures(em, match, kernel)
     sizes = [em.size(s) for s in match.sizes]
     if match.dropout_p:
@@ -265,6 +272,9 @@ def _emit_op(
     _check_later_writes(em, [q, k, v, *captures])
     if fp8_format:
         op = em.call(fp8.fp8_attention, q, k, v, captures, sizes, spec.program, kernel, fp8_format)
+    elif cache is not None:
+        keys = em.size(match.extent(g["key"]))
+        op = em.call(caches.cached_attention, q, k, v, *stored, captures, sizes, keys, spec.program, cache.form.text, kernel)
     elif kernel == "reference in the graph":
         op = em.call(cpu_export.reference_attention, q, k, v, captures, sizes, spec.program)
     elif kernel == "aten in the graph":
@@ -277,6 +287,34 @@ def _emit_op(
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _keys_and_values(em: Emitter, match: AttentionMatch, cache: Cache | None) -> tuple[fx.Node, fx.Node, list[fx.Node | None]]:
+    """k, v, and where they are read as they are stored their table and scales."""
+    g = match.groups
+    if cache is None:
+        k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
+        return k, em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype), []
+    *stored, blocks = cache.dims(g)
+    k, v = (em.rearrange(em.value(s.node), s.dims, dims) for s, dims in zip((cache.k, cache.v), stored, strict=True))
+    table = cache.table
+    entries = None if table is None else em.rearrange(em.value(table.node), table.dims, blocks)
+    return k, v, [entries, *(_scale(em, s) for s in (cache.k.scale, cache.v.scale))]
+
+
+def _scale(em: Emitter, scale: Scale | None) -> fx.Node | None:
+    """[batch, key heads, keys] in the dtype that it is multiplied in."""
+    if scale is None:
+        return None
+    g = em.match.groups
+    if isinstance(scale.by, float):
+        x = em.call(torch.ops.aten.scalar_tensor.default, scale.by, dtype=torch.float32, device=em.device)
+        return em.rearrange(x, (), (g["batch"], g["kv_heads"], g["key"]))
+    x = em.value(scale.by.node)
+    if x.meta["example_value"].dim() == 0 and x.meta["example_value"].dtype != scale.dtype:
+        x = em.call(torch.Tensor.to, x, scale.dtype)  # a tensor without dimensions has no say in the product's dtype
+    looked_up = {a for d in scale.by.dims for a in d} & {BLOCK, SLOT}
+    return em.rearrange(x, scale.by.dims, (g["batch"], g["kv_heads"], (BLOCK, SLOT) if looked_up else g["key"]))
 
 
 def _emit_projected(

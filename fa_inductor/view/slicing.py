@@ -44,7 +44,7 @@ _REARRANGE = {
     "chunk", "split", "unbind", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "narrow", "select", "repeat_interleave",
     "repeat", "to", "float", "half", "bfloat16", "double", "type_as", "type", "mul", "div", "truediv", "true_divide", "clone",
     "expand_as", "view_as", "reshape_as", "tensor_split", "split_with_sizes", "broadcast_to", "mT", "getattr", "tile", "detach",
-    "rearrange",
+    "rearrange", "int", "long", "index", "index_select", "gather", "take_along_dim",
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def is_heavy(n: fx.Node) -> bool:
 
 
 def is_rearrangement(n: fx.Node) -> bool:
-    """Views, casts, constant factors; and whatever Dynamo knows to share memory with an input, by any name."""
+    """Views, casts, factors and lookups; and whatever Dynamo knows to share memory with an input, by any name."""
     if not n.op.startswith("call"):
         return False
     if n.target in HEAVY or n.target in MATMULS:
@@ -237,7 +237,7 @@ class _Slicer:
             n = todo.pop()
             if n.op == "placeholder":
                 self.operand_inputs.add(n)
-            if n not in self.need and n not in self.closed and is_rearrangement(n):
+            if n not in self.need and n not in self.closed and (is_rearrangement(n) or n.target is F.embedding):
                 self.need.add(n)
                 todo.extend(n.all_input_nodes)
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import _common
 from benchmarks._aot import SHARED_LIMIT, GluonRequest, compiled, render, request
 from fa_inductor._compat import triton_version, version_tuple
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import select, tiles
 from fa_inductor.templates.configs import TileConfig, Use, candidates, few_rows
 from fa_inductor.templates.program import Program
@@ -95,6 +95,25 @@ def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
     config = replace(config, splits=splits)
     program = "attention(score=where(kv_idx <= q_idx + (kv_len - q_len), score * 0.088, -inf))"
     report = compile_for(arch, render(program, Problem(dim, dim, group=4, rows=rows // 4), "forward", config))
+    check(arch, report, config)
+    assert report["stack"] == report["local"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "form", "stored"),
+    [(80, CacheForm(16), "bf16"), (90, CacheForm(64), "bf16"), (90, CacheForm(1, False), "bf16"),
+     (80, CacheForm(k="bfloat16", v="bfloat16", k_scaled=True, v_scaled=True), "i8"),
+     (90, CacheForm(16, True, "bfloat16", "float32", True, True), "fp8e4nv"), (100, CacheForm(16, k="bfloat16"), "i8")],
+)  # fmt: skip
+def test_caches(arch: int, form: CacheForm, stored: str) -> None:
+    """The tile of a decoding step over pages, 8-bit elements or both."""
+    config = few_rows(Use(arch=arch, element=2, qk_pad=128, v_pad=128, rows=4))
+    assert config is not None
+    program = "attention(score=where(kv_idx < i0[b], score * 0.088, -inf))"
+    captures = (CaptureInfo(1, (frozenset({"b"}),)),)
+    problem = Problem(128, 128, group=4, rows=1, captures=captures, wide_captures=(False,), cache=form)
+    kinds = {"TABLE": "i64", "K": stored if form.k else "bf16", "V": stored if form.v else "bf16", "CAP0": "i64"}
+    report = compile_for(arch, render(program, problem, "forward", replace(config, splits=4)), **kinds)
     check(arch, report, config)
     assert report["stack"] == report["local"] == 0
 
