@@ -191,6 +191,7 @@ def _gluon_fp8(request: GluonRequest, c: Fp8Config) -> tuple[Any, dict[str, str]
 
 def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """As :func:`_gluon_forward`."""
+    from fa_inductor.templates.sm90 import backward_launch
     from fa_inductor.templates.sm90.gluon_backward import flash_backward
     from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
 
@@ -205,6 +206,8 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
         signature["turns"] = "*i32"
     else:
         constants["turns"] = None
+    if not c.wide:
+        constants |= backward_launch.NO_PROGRAM
     return flash_backward_wide if c.wide else flash_backward, signature, constants
 
 

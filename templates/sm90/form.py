@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from fa_inductor.bounds import KvBounds
 from fa_inductor.expr import KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, Sym, call
 from fa_inductor.intervals import Linear, linear
-from fa_inductor.masks import split_mask
+from fa_inductor.masks import conjuncts, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import may_be_huge, pull_scale
 
@@ -94,6 +94,53 @@ def form_of(spec: AttentionSpec) -> Form | str:
     if None in lows or None in highs:
         return f"the mask is no band: {masked.keep}"
     return Form(scale, softcap, tuple(x for x in lows if x), tuple(x for x in highs if x))
+
+
+@dataclass(frozen=True)
+class ProgramForm(Form):
+    """``where((low <= kv_idx - q_idx <= high) & rest, logit, -inf)`` with a logit of any kind, of which ``scale`` is a factor.
+
+    Attributes:
+        rest: what masks beside the band.
+        plain: whether the logit is that of a :class:`Form`, ``f(score) * scale``.
+    """
+
+    rest: Expr = TRUE
+    plain: bool = True
+
+
+@lru_cache(maxsize=512)
+def program_form_of(spec: AttentionSpec) -> ProgramForm | str:
+    """The form of a program whose captured tensors the backward kernel reads, or why it has none."""
+    if spec.dropout_p:
+        return "dropout is active"
+    masked = split_mask(spec.score)
+    if masked.fill is not None and masked.fill_value != -math.inf:
+        return f"masked logits are {masked.fill}"
+    if may_be_huge(spec.score):
+        return "logits may be huge"
+    body, scale = pull_scale(masked.live)
+    if pull_scale(spec.score)[1] != scale:
+        return f"the logit is {masked.live}"
+    softcap = None
+    if isinstance(body, Call) and body.fn == "tanh" and pull_scale(body.args[0])[0] == SCORE:
+        body, softcap = pull_scale(body.args[0])
+    plain = body == SCORE
+    if masked.fill is None or masked.keep == TRUE:
+        return ProgramForm(scale, softcap, (), (), TRUE, plain)
+    lows: list[Linear] = []
+    highs: list[Linear] = []
+    rest: list[Expr] = []
+    for atom in conjuncts(normalise(masked.keep)):
+        found = KvBounds.of(atom)
+        ends = [_offset(e, 0) for e in found.lower], [_offset(e, -1) for e in found.upper]
+        if not found.rest and None not in ends[0] + ends[1]:
+            lows += [x for x in ends[0] if x]
+            highs += [x for x in ends[1] if x]
+        else:
+            rest.append(atom)
+    keep = reduce(lambda x, y: call("and_", x, y), rest, TRUE)
+    return ProgramForm(scale, softcap, tuple(lows), tuple(highs), keep, plain)
 
 
 def _offset(end: Expr, by: int) -> Linear | None:
