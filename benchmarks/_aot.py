@@ -207,7 +207,7 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
     else:
         constants["turns"] = None
     if not c.wide:
-        constants |= backward_launch.NO_PROGRAM
+        constants |= {"captures": None, "ranges": None, **backward_launch.NO_PROGRAM}
     return flash_backward_wide if c.wide else flash_backward, signature, constants
 
 

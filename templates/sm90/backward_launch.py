@@ -17,6 +17,7 @@ from fa_inductor.templates.rendering import dense_strides
 from fa_inductor.templates.sm90.form import form_of, padded, program_form_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 from fa_inductor.templates.sm90.program_source import ProgramSource, gluon_kernel, range_kernel, source_of
+from fa_inductor.templates.sm90.sinks import sink_gradients
 
 #: Keys, and rows of dQ, that a consumer handles.
 CONSUMER_KEYS = 64
@@ -71,8 +72,8 @@ CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64), 256: BackwardConfig
 SOFTCAP_CONFIGS = {**CONFIGS, 64: BackwardConfig(64, stages=3)}
 
 
-#: Arguments of the kernel that a program without captured tensors and of no other logit leaves empty.
-NO_PROGRAM = {"captures": None, "ranges": None, "PROGRAM": False, "MASKED": False, "EVEN_Q": True, "SELECT": False}
+#: The kernel's compile-time arguments for a score under a band, which needs no text of its own.
+NO_PROGRAM = {"PROGRAM": False, "MASKED": False, "EVEN_Q": True, "SELECT": False}
 
 
 class Backward:
@@ -165,12 +166,12 @@ class Backward:
         if not config.wide:
             constants |= NO_PROGRAM
         if source is not None:
+            assert not config.wide
             kernel = gluon_kernel(source)
             constants |= {
                 "SKIP": skip if source.skip is None else source.skip, "PROGRAM": not source.plain, "MASKED": source.masked,
                 "EVEN_Q": m % config.rows == 0, "SELECT": source.select,
             }  # fmt: skip
-            del constants["captures"], constants["ranges"]
             self.numbers_of = {name: _number(name, captures, sizes) for name in (*source.arguments, *source.range_arguments)}
             # The order of the additions supposes that the ends of what tiles of keys see grow with the keys.
             if source.ranges and not deterministic:
@@ -178,9 +179,6 @@ class Backward:
                 self.range_size = (b, tiles, 4)
                 made = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}
                 self.ranges = Launcher(range_kernel(source.ranges), (b * tiles, 1, 1), made)
-        if source is None:
-            for name in ("captures", "ranges"):
-                constants.pop(name, None)
         self.main = Launcher(kernel, (-(-n // config.keys) * b * hkv, 1, 1), constants)
         #: Numbers that give the additions to dQ their order: see gluon_order.
         self.turns = 1 + b * hq * -(-m // config.rows) if deterministic else 0
@@ -195,9 +193,15 @@ class Backward:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) in the layout's order; ``lse`` [B, Hq, M] float32 as the forward wrote it."""
+        return self.with_delta(grad_out, q, k, v, out, lse, captures)[:3]
+
+    def with_delta(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As a call, and sum_d out * grad_out [B * Hq, M padded to tiles] float32."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self(grad_out, q, k, v, out, lse, captures)
+                return self.with_delta(grad_out, q, k, v, out, lse, captures)
         dq, dk, dv = (torch.empty_strided(*size, dtype=self.dtype, device=self.device) for size in self.sizes)
         dq_sum = torch.empty_strided(*self.sizes[0], dtype=torch.float32, device=self.device)
         log2_denom, delta = torch.empty(self.statistics, dtype=torch.float32, device=self.device).unbind()
@@ -207,7 +211,7 @@ class Backward:
         turns = torch.zeros(self.turns, dtype=torch.int32, device=self.device) if self.turns else None
         self.main(self.device_index, *descriptors, *self.numbers, turns, *self._program(captures))
         self.sum(self.device_index, dq_sum, dq, *self.sum_numbers)
-        return dq, dk, dv
+        return dq, dk, dv, delta
 
 
     def _program(self, captures: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -251,29 +255,55 @@ _MOST_PREPARED = 1024
 
 
 def attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: Sequence[int], program: str,
-    captures: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, or a ProgramForm, with its default
-    tiles.
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: Sequence[int], program: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles.
 
     Under ``torch.use_deterministic_algorithms`` equal operands give equal bits.
     """
+    prepared, operands = _prepared(grad_out, q, k, v, out, lse, (), sizes, program)
+    return prepared(*operands)
+
+
+def program_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
+    sizes: Sequence[int], program: str, wanted: Sequence[bool] = (),
+) -> list[Tensor | None]:  # fmt: skip
+    """[dq, dk, dv, *gradients of captured tensors] of a program that has a ProgramForm, with its default tiles.
+
+    Args:
+        wanted: for each captured tensor whether its gradient is asked for; one that the score reads has none here. The others
+            are None.
+    """
+    prepared, operands = _prepared(grad_out, q, k, v, out, lse, captures, sizes, program)
+    *grads, delta = prepared.with_delta(*operands, captures)
+    if not any(wanted):
+        return [*grads, *[None] * len(captures)]
+    delta = delta[:, : q.shape[2]].view(lse.shape)
+    return [*grads, *sink_gradients(lse, delta, k.shape[2], captures, sizes, AttentionSpec.parse(program), wanted)]
+
+
+def _prepared(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
+    sizes: Sequence[int], program: str,
+) -> tuple[Backward, tuple[Tensor, ...]]:  # fmt: skip
+    """The prepared kernels and the operands as they take them, copied where TMA could not read them."""
     tensors = (grad_out, q, k, v, out)
     if not all(_readable(t) for t in tensors):
-        grad_out, q, k, v, out = tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
+        tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
     if not lse.is_contiguous() or lse.data_ptr() % 16:
         lse = _copy(lse)
     deterministic = torch.are_deterministic_algorithms_enabled()
     key = (program, deterministic, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
     if captures:
+        # Launches of one compiled kernel need pointers of one alignment.
         key += tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in captures)
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
             _PREPARED.clear()
         prepared = _PREPARED[key] = prepare(*tensors, sizes, program, deterministic, captures)
-    return prepared(grad_out, q, k, v, out, lse, captures)
+    return prepared, (*tensors, lse)
 
 
 def prepare(

@@ -1,6 +1,7 @@
 """Which programs the Gluon kernels compute: scores scaled or soft-capped, under a mask that is a band of keys.
 
-Needs neither triton nor a GPU. :func:`form_of` reads the form out of a program, :meth:`Form.band` its run-time numbers.
+The backward for head dims up to 128 takes others too: :func:`program_form_of`. Needs neither triton nor a GPU.
+:func:`form_of` reads the form out of a program, :meth:`Form.band` its run-time numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 
 from fa_inductor.bounds import KvBounds
-from fa_inductor.expr import KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, Sym, call
+from fa_inductor.derivative import d_score
+from fa_inductor.expr import KV_IDX, KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, Load, Sym, call
 from fa_inductor.intervals import Linear, linear
 from fa_inductor.masks import conjuncts, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import may_be_huge, pull_scale
+from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
 
 #: Fewest queries and keys that the kernel takes.
 FEWEST = 256
@@ -181,18 +184,62 @@ def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, querie
 
 
 def backward_refusal(
-    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int
+    spec: AttentionSpec,
+    dtype: str,
+    qk_dim: int,
+    v_dim: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    grad_slots: tuple[int, ...] = (),
+    deterministic: bool = False,
 ) -> str:
-    """Why the backward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`."""
+    """Why the backward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`.
+
+    Args:
+        grad_slots: captured tensors whose gradient is wanted. deterministic: whether sums must be taken in a fixed order.
+    """
     if padded(qk_dim) > 128 and padded(v_dim) != padded(qk_dim):
         # There dQ leaves through the buffers of dO's tiles, which must be as wide.
         return f"the head dims are {qk_dim} and {v_dim}"
-    return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_BACKWARD_WORK)
+    form = form_of(spec)
+    if isinstance(form, str):
+        form = program_form_of(spec)
+        if isinstance(form, str):
+            return form
+        reason = _program_refusal(spec, form, grad_slots, deterministic)
+        if reason:
+            return reason
+        if padded(qk_dim) > 128:
+            return f"the head dims are {qk_dim} and {v_dim}: that kernel computes scores under a band alone"
+    return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_BACKWARD_WORK, form)
+
+
+def _program_refusal(spec: AttentionSpec, form: ProgramForm, grad_slots: tuple[int, ...], deterministic: bool) -> str:
+    """Why the backward kernel does not take a program with a form, "" where it does."""
+    for load in (n for n in spec.score.walk() if isinstance(n, Load)):
+        if load.slot in grad_slots:
+            return f"the gradient of {load} is summed by the general kernel"
+        if load.depends_on(Q_IDX) and load.depends_on(KV_IDX):
+            return f"{load} is read for every score"
+    if deterministic and form.rest != TRUE:
+        # The order of the additions to dQ holds for bands, and without it masked tiles would be visited too.
+        return f"sums in a fixed order are taken under a band alone, and the mask is more: {form.rest}"
+    printer = ScorePrinter()
+    try:
+        for e in (spec.score, d_score(spec.score)):
+            printer.emit(e)
+    except Unprintable as e:
+        return str(e)
+    if any("tl.full(" in line for line in [*printer.lines, *printer.names.values()]):
+        return "a constant is out of int32's or of float32's normal range"
+    return ""
 
 
 def _refusal(
-    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int, least_work: float
-) -> str:
+    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int, least_work: float,
+    form: Form | None = None,
+) -> str:  # fmt: skip
     if dtype not in ("bfloat16", "float16"):
         return f"operands are {dtype}"
     if qk_dim % 8 or v_dim % 8:
@@ -201,10 +248,10 @@ def _refusal(
         return f"the head dims are {qk_dim} and {v_dim}"
     if min(queries, keys) < FEWEST:
         return f"{queries} queries and {keys} keys are few"
-    form = form_of(spec)
-    if isinstance(form, str):
-        return form
-    work = 2.0 * (qk_dim + v_dim) * heads * (form.kept(queries, keys) + _TILE * queries)
+    found = form or form_of(spec)
+    if isinstance(found, str):
+        return found
+    work = 2.0 * (qk_dim + v_dim) * heads * (found.kept(queries, keys) + _TILE * queries)
     if work < least_work:
         return f"{work / 1e9:.1f} GFLOP do not hide the launch from Python"
     return ""

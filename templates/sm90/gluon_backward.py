@@ -211,7 +211,8 @@ def step(
     q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_first, q_len, kv_len, low,
     high, captures, values, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr, SELECT: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr,
+    SELECT: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(Next scores, dK, dV): add what the queries from ``m`` of head ``h``, load ``i``, contribute; ``s`` are their scores."""
@@ -236,7 +237,8 @@ def step(
     score = s
     if PROGRAM:
         s = score_logit(score, b, h, at_q, at_kv, q_len, kv_len, captures, values, loaded)
-    if HAS_HIGH or HAS_LOW or not EVEN or not EVEN_Q or MASKED:  # noqa: SIM102 - one at compile time, one at run time
+    # ruff: noqa: SIM102 - one at compile time, one at run time
+    if HAS_HIGH or HAS_LOW or not EVEN or not EVEN_Q or MASKED:
         if edge:
             if MASKED:
                 s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
@@ -404,7 +406,7 @@ def consumer(
         edge = (tile < full_first) | (tile >= full_end)
         if not EVEN_Q:
             edge |= (tile + 1) * ROWS > q_len
-        if MASKED:  # noqa: SIM102
+        if MASKED:
             if ranges is None:
                 edge = True
         s, dk, dv = step(
@@ -419,7 +421,9 @@ def consumer(
             t = first
             h += 1
             if PROGRAM:
-                values = score_values(b, h, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
+                # There is no head after the last one.
+                own = gl.minimum(h, kv_head * group + group - 1)
+                values = score_values(b, own, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
     # dQ's buffer is this consumer's own, and wide enough for 64 rows of dV, then of dK.
     if DETERMINISTIC:
         mbarrier.wait(dq_empty.index(0), (last // 2) & 1)
@@ -451,7 +455,10 @@ def flash_backward(
     Descriptors over [B, H, L, D]: Q [1, 1, ROWS, QK_DIM], dO [1, 1, ROWS, V_DIM], K, dK [1, 1, 64, QK_DIM],
     V, dV [1, 1, 64, V_DIM], dQ [1, 1, 64, dq_columns] float32, zero at the start; over [B * Hq, M padded to tiles]: LSE and DELTA
     [1, ROWS] float32. Launched with ceil(kv_len / 128) * total_heads programs of 4 warps, total_heads = B * Hkv.
-    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers. With DETERMINISTIC ``turns`` is
+    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers. Of a module with a score program of its own (PROGRAM, or
+    MASKED where only the mask is more than a band) ``captures`` are what that text names, and ``ranges`` the tiles that the
+    mask leaves, as in :func:`within`, or None; EVEN_Q: whether tiles end with the queries; SELECT: whether the derivative of a
+    masked score may be no number. With DETERMINISTIC ``turns`` is
     int32[1 + B * Hq * ceil(q_len / ROWS)], zero at the start, else None.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]

@@ -112,9 +112,11 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     ranges, range_arguments = tile_ranges(program, form.rest, problem, fixed)
     may_skip = program.masked.fill is None or program.masks_exactly
     masked = form.rest != TRUE
+    skip = True if may_skip else False if masked else None
+    select = not form.plain and not _finite(slope)
     return ProgramSource(
-        f"fa_gluon_backward_{digest}", text, arguments, program.scale, program.factor,
-        True if may_skip else False if masked else None, form.plain, masked, not form.plain and not _finite(slope), ranges, range_arguments,
+        f"fa_gluon_backward_{digest}", text, arguments, program.scale, program.factor, skip, form.plain, masked, select, ranges,
+        range_arguments,
     )  # fmt: skip
 
 
