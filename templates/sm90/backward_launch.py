@@ -68,7 +68,8 @@ class BackwardConfig:
 #: 419 (403), S4k 525 (531), causal 487 (460), S16k 546 (545), causal 540 (540), with 3 stages 1 to 5 % less. Sections of 4 and
 #: 16 heads were within the spread of runs, of 1 head up to 11 % slower under a mask.
 CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64), 256: BackwardConfig(64, wide=True)}
-#: With the slope of the softcap, 128 rows need more registers than there are.
+#: With the slope of the softcap, or of another logit, 128 rows need more registers than there are: D64 S4k causal with a
+#: temperature by head 206 with 128 rows and 327 with 64, with softcap and ALiBi 202 and 286, with ALiBi alone 386 and 363.
 SOFTCAP_CONFIGS = {**CONFIGS, 64: BackwardConfig(64, stages=3)}
 
 
@@ -314,6 +315,7 @@ def prepare(
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
     more: dict[str, Any] = {}
+    heavy = False
     if isinstance(form, str):
         problem = problem_of(q, k, v, captures, sizes, [grad_out])
         found = program_form_of(Program.of(spec, problem).spec)
@@ -321,10 +323,11 @@ def prepare(
             form = found
             source = source_of(spec, problem, [t.stride() for t in captures])
             more = {"source": source, "captures": captures, "sizes": sizes}
+            heavy = source.heavy
     if isinstance(form, str):
         raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
     low, high = form.band(q.shape[2], k.shape[2], sizes)
-    config = (CONFIGS if form.softcap is None else SOFTCAP_CONFIGS)[padded(q.shape[3])]
+    config = (SOFTCAP_CONFIGS if heavy or form.softcap is not None else CONFIGS)[padded(q.shape[3])]
     return Backward(
         grad_out, q, k, v, out, config, scale=form.scale, low=low, high=high, softcap=form.softcap, layout=spec.layout,
         dead_zero=spec.dead_rows == "zero", deterministic=deterministic, **more,

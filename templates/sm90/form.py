@@ -207,21 +207,46 @@ def backward_refusal(
         form = program_form_of(spec)
         if isinstance(form, str):
             return form
-        reason = _program_refusal(spec, form, grad_slots, deterministic)
+        reason = _program_refusal(spec, form, padded(qk_dim), grad_slots, deterministic)
         if reason:
             return reason
-        if padded(qk_dim) > 128:
-            return f"the head dims are {qk_dim} and {v_dim}: that kernel computes scores under a band alone"
     return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_BACKWARD_WORK, form)
 
 
-def _program_refusal(spec: AttentionSpec, form: ProgramForm, grad_slots: tuple[int, ...], deterministic: bool) -> str:
+#: What the backward computes of a score without losing to the general kernels: at most so many terms that differ from score
+#: to score, the derivative's among them, of these functions. On an H200 (D128 S4k causal, TFLOP/s of the general kernels and of
+#: this one): clipped scores, 12 terms, 122 and 206; tanh and ALiBi, 10 terms, 215 and 304; erf, 7 terms, 183 and 232; but log1p,
+#: 9 terms, 115 and 107, sine and cosine, 14 terms, 71 and 43.
+MOST_TERMS = 12
+_CHEAP = frozenset({
+    "add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "where", "relu", "lt", "le", "gt", "ge", "eq", "ne", "and_",
+    "or_", "not_", "tanh", "sigmoid", "erf", "exp", "exp2", "cast_float", "cast_int", "cast_bool",
+})  # fmt: skip
+
+
+def _program_refusal(
+    spec: AttentionSpec, form: ProgramForm, padded_dim: int, grad_slots: tuple[int, ...], deterministic: bool
+) -> str:
     """Why the backward kernel does not take a program with a form, "" where it does."""
+    if padded_dim > 128:
+        return "above head dim 128 scores are computed under a band alone"
+    live = split_mask(spec.score).live
     for load in (n for n in spec.score.walk() if isinstance(n, Load)):
         if load.slot in grad_slots:
             return f"the gradient of {load} is summed by the general kernel"
-        if load.depends_on(Q_IDX) and load.depends_on(KV_IDX):
-            return f"{load} is read for every score"
+        if load.index[-2:] != (Q_IDX, KV_IDX) and load.depends_on(Q_IDX) and load.depends_on(KV_IDX):
+            return f"{load} is gathered for every score"
+    for load in (n for n in live.walk() if isinstance(n, Load) and n.depends_on(Q_IDX)):
+        if load.depends_on(KV_IDX):
+            # 134 TFLOP/s against 266 for a bf16 factor of every score.
+            return f"the logit reads {load} for every score"
+        if padded_dim > 64:
+            # 251 against 294; at head dim 64 305 against 223.
+            return f"the logit reads {load} for every query, which takes more registers than there are"
+    terms = dict.fromkeys(n for e in (live, d_score(live)) for n in e.walk() if isinstance(n, Call) and _differs(n))
+    strange = sorted({n.fn for n in terms} - _CHEAP)
+    if strange or len(terms) > MOST_TERMS:
+        return f"the logit has {strange[0] if strange else f'{len(terms)} terms'}, which takes more registers than there are"
     if deterministic and form.rest != TRUE:
         # The order of the additions to dQ holds for bands, and without it masked tiles would be visited too.
         return f"sums in a fixed order are taken under a band alone, and the mask is more: {form.rest}"
@@ -234,6 +259,11 @@ def _program_refusal(spec: AttentionSpec, form: ProgramForm, grad_slots: tuple[i
     if any("tl.full(" in line for line in [*printer.lines, *printer.names.values()]):
         return "a constant is out of int32's or of float32's normal range"
     return ""
+
+
+def _differs(e: Expr) -> bool:
+    """Whether a term is another for each score."""
+    return e.depends_on(SCORE) or (e.depends_on(Q_IDX) and e.depends_on(KV_IDX))
 
 
 def _refusal(

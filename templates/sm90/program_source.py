@@ -38,6 +38,7 @@ class ProgramSource:
         scale, factor: of the logits, and of the derivative.
         skip: whether tiles without keys may be left out whatever the lengths; None where the band alone decides.
         plain: whether the logit is the kernel's own. masked: whether more than a band masks.
+        heavy: whether the derivative is more than a number, or the logit reads a tensor for every query: more registers.
         select: whether masked entries need a zero gradient written, for the derivative need not be finite there.
         ranges: the text of the kernel that finds the tiles, "" where the band is all that is known of them.
         range_arguments: its arguments after RANGES, and before Q_LEN and KV_LEN.
@@ -51,6 +52,7 @@ class ProgramSource:
     skip: bool | None
     plain: bool
     masked: bool
+    heavy: bool
     select: bool
     ranges: str = ""
     range_arguments: tuple[str, ...] = ()
@@ -113,10 +115,11 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     may_skip = program.masked.fill is None or program.masks_exactly
     masked = form.rest != TRUE
     skip = True if may_skip else False if masked else None
+    heavy = not form.plain and (slope != Const(1.0) or bool(rows))
     select = not form.plain and not _finite(slope)
     return ProgramSource(
-        f"fa_gluon_backward_{digest}", text, arguments, program.scale, program.factor, skip, form.plain, masked, select, ranges,
-        range_arguments,
+        f"fa_gluon_backward_{digest}", text, arguments, program.scale, program.factor, skip, form.plain, masked, heavy,
+        select, ranges, range_arguments,
     )  # fmt: skip
 
 
