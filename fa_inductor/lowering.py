@@ -27,6 +27,7 @@ from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem, dense_strides
+from fa_inductor.templates.sm90.form import form_of
 from fa_inductor.templates.splits import merge, split_count, unit_of
 
 log = logging.getLogger(__name__)
@@ -223,13 +224,27 @@ def _hopper_runs(o: Operands, problem: Problem, backward: bool = False) -> bool:
             sizes, program = [1] * len(o.sizes), Program.of(o.spec, problem).spec.program
             if backward:
                 lse = v.new_zeros((1, 1, rows), dtype=torch.float32)
-                backward_launch.attention_backward(v, k, k, v, v, lse, sizes, program)
+                captures = [_stand_in(t) for t in o.captures]
+                if isinstance(form_of(AttentionSpec.parse(program)), str):
+                    backward_launch.program_backward(v, k, k, v, v, lse, captures, sizes, program)
+                else:
+                    backward_launch.attention_backward(v, k, k, v, v, lse, sizes, program)
             else:
                 launch.attention(k, k, v, sizes, program)
     except Exception as e:
         log.warning("%s dropped: %s: %s", select.HOPPER, type(e).__name__, e)
         return False
     return True
+
+
+def _stand_in(t: Any) -> Any:
+    """Zeros of a captured tensor's sizes and strides; of run-time sizes those that the graph was traced with."""
+    import torch
+
+    sizes, strides = ([hint(x) for x in xs] for xs in (t.get_size(), t.get_stride()))
+    if None in sizes or None in strides:
+        raise ValueError(f"the sizes of a captured tensor are not known: {t.get_size()}, {t.get_stride()}")
+    return torch.empty_strided(sizes, strides, dtype=t.get_dtype(), device=t.get_device()).zero_()
 
 
 def _hopper_backward(o: Operands, problem: Problem, request: select.Request) -> bool:
@@ -443,9 +458,13 @@ def _lower_backward(
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention_backward, args, answer.reason)
     if kernel == "triton" and _hopper_backward(o, problem, request):
-        program = Program.of(spec, problem).spec.program
-        operands = (do, o.q, o.k, o.v, realised(out), realised(lse), o.sizes, program)
-        return list(_fallback(ops.hopper_attention_backward, operands, f"{select.HOPPER} was chosen"))
+        asked = Program.of(spec, problem).spec
+        operands = (do, o.q, o.k, o.v, realised(out), realised(lse))
+        why = f"{select.HOPPER} was chosen"
+        if isinstance(form_of(asked), str):
+            more = (o.captures, o.sizes, asked.program, list(needs_grad))
+            return list(_fallback(ops.hopper_program_backward, (*operands, *more), why))
+        return list(_fallback(ops.hopper_attention_backward, (*operands, o.sizes, asked.program), why))
     arch = select.architecture(request.capability)
     assert arch is not None
     grads = _backward_kernels(o, do, out, realised(lse), problem, arch, slots, needs_grad)

@@ -218,3 +218,37 @@ def test_gluon_backward(dims: tuple[int, int], options: dict[str, bool], stack: 
     assert "serialized" not in found["assembler"], found["assembler"]
     assert found["local"] == 0
     assert found["stack"] <= stack
+
+
+_ALIBI = "attention(score=where(q_idx >= kv_idx, score * 0.088 + f0[h] * cast_float(kv_idx - q_idx), -inf))"
+_DOCUMENTS = "attention(score=where((q_idx >= kv_idx) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.088, -inf))"
+_SLOPES, _IDS, _TILE = ("fp32", (16,)), ("i64", (4, 4096)), ("i1", (4, 1, 4096, 4096))
+
+
+@pytest.mark.parametrize(
+    ("program", "captures", "dim", "length", "stack"),
+    [
+        # What spills was measured as faster than the general kernels all the same (templates/sm90/form.py, MOST_TERMS).
+        (_ALIBI, (_SLOPES,), 128, 4096, 80),
+        (_ALIBI, (_SLOPES,), 64, 4000, 208),
+        (_DOCUMENTS, (_IDS,), 128, 4000, 144),
+        (_DOCUMENTS, (_IDS,), 64, 4096, 144),
+        ("attention(score=where(q_idx >= kv_idx, score * f0[h], -inf))", (_SLOPES,), 128, 4096, 128),
+        ("attention(score=where(q_idx >= kv_idx, score * f0[h], -inf))", (_SLOPES,), 64, 4096, 0),
+        ("attention(score=minimum(maximum(score * 0.1, -5.0), 5.0))", (), 128, 4096, 208),
+        # An index that is not proven to lie inside, and functions from the printer.
+        ("attention(score=score * f0[h, i1[b, q_idx]] + sigmoid(erf(score)))", (("fp32", (16, 32)), _IDS), 64, 4096, 208),
+        ("attention(score=where(m0[b, 0, q_idx, kv_idx], score, -inf), dead_rows='zero')", (_TILE,), 128, 4096, 208),
+    ],
+)
+def test_gluon_backward_of_programs(program: str, captures: Any, dim: int, length: int, stack: int) -> None:
+    heavy = dim == 64 and program not in (_ALIBI, _DOCUMENTS)
+    config = (backward_launch.SOFTCAP_CONFIGS if heavy else backward_launch.CONFIGS)[dim]
+    sized = tuple((kind, tuple(length if n == 4096 else n for n in sizes)) for kind, sizes in captures)
+    found = compiled(GluonRequest(dim, dim, config, program=program, captures=sized, length=length))
+    assert found["shared"] <= SHARED_LIMIT[90]
+    assert found["instructions"]["wgmma"] > 0
+    assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
+    assert "serialized" not in found["assembler"], found["assembler"]
+    assert found["local"] == 0
+    assert found["stack"] <= stack
