@@ -69,7 +69,8 @@ class BackwardConfig:
 #: 16 heads were within the spread of runs, of 1 head up to 11 % slower under a mask.
 CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64), 256: BackwardConfig(64, wide=True)}
 #: With the slope of the softcap, or of another logit, 128 rows need more registers than there are: D64 S4k causal with a
-#: temperature by head 206 with 128 rows and 327 with 64, with softcap and ALiBi 202 and 286, with ALiBi alone 386 and 363.
+#: temperature by head 206 with 128 rows and 327 with 64, with softcap and ALiBi 202 and 286, with ALiBi alone 386 and 363. And
+#: so do lengths that end inside of a tile, for a program with text of its own.
 SOFTCAP_CONFIGS = {**CONFIGS, 64: BackwardConfig(64, stages=3)}
 
 
@@ -323,7 +324,7 @@ def prepare(
             form = found
             source = source_of(spec, problem, [t.stride() for t in captures])
             more = {"source": source, "captures": captures, "sizes": sizes}
-            heavy = source.heavy
+            heavy = source.heavy or q.shape[2] % _MOST_ROWS != 0 or k.shape[2] % _MOST_ROWS != 0
     if isinstance(form, str):
         raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
     low, high = form.band(q.shape[2], k.shape[2], sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fa_inductor.expr import INT, KV_IDX, Q_IDX, SCORE, TRUE, Call, Expr, H, Load
+from fa_inductor.expr import INT, KV_IDX, Q_IDX, SCORE, TRUE, Call, Expr, H
 from fa_inductor.masks import conjuncts
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
@@ -50,6 +50,11 @@ def _compares(atom: Expr) -> bool:
     return sorted(sides) == [(False, True), (True, False)]
 
 
+def finds(atom: Expr) -> bool:
+    """Whether the kernel finds the tiles that one conjunct of a mask leaves: it reads one side alone or compares the two."""
+    return not atom.depends_on(H, SCORE) and (not (atom.depends_on(Q_IDX) and atom.depends_on(KV_IDX)) or _compares(atom))
+
+
 def tile_ranges(
     program: Program, rest: Expr, problem: Problem, fixed: Sequence[Sequence[int | None]]
 ) -> tuple[str, tuple[str, ...]]:
@@ -58,8 +63,7 @@ def tile_ranges(
     Its arguments are RANGES, the ones returned, Q_LEN, KV_LEN, and the tiles' sizes. Heads share what is found.
     """
     atoms = [] if rest == TRUE else conjuncts(rest)
-    usable = [a for a in atoms if not a.depends_on(H, SCORE) and any(isinstance(n, Load) for n in a.walk())]
-    usable = [a for a in usable if not (a.depends_on(Q_IDX) and a.depends_on(KV_IDX)) or _compares(a)]
+    usable = [a for a in atoms if finds(a)]
     if not usable or (len(usable) < len(atoms) and not program.may_skip(True)):
         return "", ()
     captures: Sequence[CaptureInfo] = problem.captures

@@ -100,6 +100,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FEWEST", 1)  # short sequences test the same code
     monkeypatch.setattr(form, "LEAST_WORK", 0.0)
     monkeypatch.setattr(form, "LEAST_BACKWARD_WORK", 0.0)
+    monkeypatch.setattr(form, "LEAST_PROGRAM_WORK", 0.0)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Gluon kernels are for compute capability 9.0")
 

@@ -148,7 +148,12 @@ SAME = "i0[b, q_idx] == i0[b, kv_idx]"
         ("score * 0.1 + f0[h, q_idx, kv_idx]", 128, {}, "huge"),
         (f"where({CAUSAL}, score * f0[h], -inf)", 128, {"grad_slots": (0,)}, "gradient of f0"),
         (f"where({SAME}, score, -inf)", 128, {"deterministic": True}, "fixed order"),
-        (f"where({CAUSAL}, score * f0[h], -inf)", 128, {"deterministic": True}, ""),
+        (f"where({CAUSAL}, score * f0[h], -inf)", 128, {"deterministic": True}, "fixed order"),
+        (f"where({CAUSAL}, score, -inf), sinks=[f0[h]]", 128, {"deterministic": True}, ""),
+        ("where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", 64, {}, "for every score"),
+        (f"where(({CAUSAL}) & (kv_idx < n0), score, -inf), dead_rows='zero'", 128, {}, ""),
+        (f"where(({CAUSAL}) | (kv_idx < i0[b]), score, -inf)", 128, {}, "not found"),
+        ("where(i0[h, q_idx] == i0[h, kv_idx], score, -inf)", 128, {}, "not found"),
         (f"where({SAME}, score, -inf)", 256, {}, "above head dim 128"),
         (f"where({SAME}, score, -10000.0)", 128, {}, "masked logits are"),
         ("log1p(abs(score))", 128, {}, "log1p"),
@@ -159,8 +164,14 @@ SAME = "i0[b, q_idx] == i0[b, kv_idx]"
 )
 def test_backward_of_programs(program: str, dim: int, more: dict[str, object], reason: str) -> None:
     asked = AttentionSpec.parse(f"attention(score={program})")
-    found = backward_refusal(asked, "bfloat16", dim, dim, 4096, 4096, 64, **more)  # type: ignore[arg-type]
+    found = backward_refusal(asked, "bfloat16", dim, dim, 16384, 16384, 64, **more)  # type: ignore[arg-type]
     assert (reason in found) if reason else not found
+
+
+def test_short_documents_are_left_to_the_general_kernels() -> None:
+    asked = spec(f"where(({CAUSAL}) & ({SAME}), score * 0.1, -inf)")
+    assert "GFLOP" in backward_refusal(asked, "bfloat16", 128, 128, 4096, 4096, 64)
+    assert not backward_refusal(asked, "bfloat16", 128, 128, 16384, 16384, 64)
 
 
 def test_program_forms() -> None:
