@@ -181,7 +181,11 @@ class Bits:
 
 
 def _assembly(text: str, _constraints: str, arguments: Sequence[Tensor], **_: Any) -> Tensor:
-    """What the assembly in the kernels computes: a copy, or four numbers cast to the bytes of a word, the first lowest."""
+    """What the assembly in the kernels computes: a copy, one of the functions, or four numbers cast to the bytes of a word, the
+    first lowest."""
+    for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
+        if f"{name}.approx.ftz.f32 $0" in text:
+            return function(torch.as_tensor(arguments[0]))
     if "cvt.rn.satfinite.e4m3x2.f32" not in text:
         assert text == "mov.b32 $0, $1;", text
         return arguments[0]
@@ -273,7 +277,7 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             plain = getattr(value, "fn", None)
             if isinstance(plain, types.FunctionType) and plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
                 namespace[name] = _in(plain, namespace)
-        namespace.update(accumulator_layout=lambda _: None)
+        namespace.update(accumulator_layout=lambda _: None, column=lambda x, _: x[:, None])
         _in(kernel.fn, namespace)(*arguments, **constants)
 
 
