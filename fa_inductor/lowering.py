@@ -423,7 +423,7 @@ def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
     pack = packs_heads(problem, config)
     tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
     processors = torch.cuda.get_device_properties(o.q.get_device()).multi_processor_count
-    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors)
+    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors, problem.cache)
 
 
 def _lower_backward(
