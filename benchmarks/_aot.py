@@ -12,6 +12,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -178,7 +179,11 @@ def forked(asked: Request | GluonRequest | CastRequest, timeout: float = 250) ->
 @dataclass(frozen=True)
 class GluonRequest:
     """A Gluon kernel for sm_90, by its configuration the forward, the FP8 forward or the backward: padded head dims, what the
-    program has, whether q and k of the FP8 forward are integers."""
+    program has, whether q and k of the FP8 forward are integers.
+
+    ``program``: of a backward with text of its own, which also says where it has a band and a softcap; ``captures``: type of
+    the elements and sizes of each captured tensor, of 16 heads and 4 batches.
+    """
 
     qk_dim: int
     v_dim: int
@@ -189,6 +194,9 @@ class GluonRequest:
     softcap: bool = False
     deterministic: bool = False
     integer: bool = False
+    program: str = ""
+    captures: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    length: int = 4096
 
 
 def compile_gluon(request: GluonRequest) -> dict[str, Any]:
@@ -199,7 +207,8 @@ def compile_gluon(request: GluonRequest) -> dict[str, Any]:
     kinds: dict[type, Callable[..., Any]] = {BackwardConfig: _gluon_backward, GluonConfig: _gluon_forward, Fp8Config: _gluon_fp8}
     described = kinds[type(request.config)]
     kernel, signature, constants = described(request, request.config)
-    constants.update(EVEN=request.even, HAS_LOW=request.has_low, HAS_HIGH=request.has_high, SOFTCAP=request.softcap)
+    if not request.program:
+        constants.update(EVEN=request.even, HAS_LOW=request.has_low, HAS_HIGH=request.has_high, SOFTCAP=request.softcap)
     names = kernel.arg_names
     types = {n: "constexpr" if n in constants else signature.get(n, "i32") for n in names}
     source = GluonASTSource(
@@ -254,6 +263,7 @@ def _gluon_fp8(request: GluonRequest, c: Fp8Config) -> tuple[Any, dict[str, str]
 
 def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """As :func:`_gluon_forward`."""
+    from fa_inductor.templates.sm90 import backward_launch
     from fa_inductor.templates.sm90.gluon_backward import flash_backward
     from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
 
@@ -268,7 +278,45 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
         signature["turns"] = "*i32"
     else:
         constants["turns"] = None
+    if request.program:
+        kernel, more, flags = _program(request, c)
+        return kernel, signature | more, constants | flags
+    if not c.wide:
+        constants |= {"captures": None, "ranges": None, **backward_launch.NO_PROGRAM}
     return flash_backward_wide if c.wide else flash_backward, signature, constants
+
+
+def _program(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """As :func:`_gluon_backward`, of what a program adds."""
+    from fa_inductor.templates.score_codegen import CaptureInfo
+    from fa_inductor.templates.sm90.form import program_form_of
+    from fa_inductor.templates.sm90.program_source import gluon_kernel, source_of
+
+    spec, n = AttentionSpec.parse(request.program), request.length
+    extents = {"b": 4, "h": 16, "q_idx": n, "kv_idx": n}
+    infos = tuple(
+        CaptureInfo(len(sizes), tuple(frozenset(k for k, e in extents.items() if s >= e) for s in sizes), sizes)
+        for _, sizes in request.captures
+    )
+    problem = Problem(
+        request.qk_dim, request.v_dim, 1, infos, wide_captures=(False,) * len(infos), even_q=n % 128 == 0,
+        even_kv=n % 128 == 0, rows=n, cols=n, square=True, tma=True,
+    )  # fmt: skip
+    strides = [[math.prod(sizes[d + 1 :]) for d in range(len(sizes))] for _, sizes in request.captures]
+    source, form = source_of(spec, problem, strides), program_form_of(spec)
+    assert not isinstance(form, str), form
+    types = {f"CAP{i}": f"*{kind}" for i, (kind, _) in enumerate(request.captures)}
+    flags: dict[str, Any] = {
+        "EVEN": n % 128 == 0, "EVEN_Q": n % c.rows == 0, "HAS_LOW": bool(form.lows), "HAS_HIGH": bool(form.highs),
+        "SOFTCAP": form.softcap is not None, "PROGRAM": not source.plain, "MASKED": source.masked, "SELECT": source.select,
+        "SKIP": source.skip is not False,
+    }  # fmt: skip
+    signature: dict[str, Any] = {"ranges": "*i32", "captures": tuple(types.get(a, "i32") for a in source.arguments)}
+    for name in ("ranges", "captures"):
+        if not getattr(source, {"ranges": "ranges", "captures": "arguments"}[name]):
+            del signature[name]
+            flags[name] = None
+    return gluon_kernel(source), signature, flags
 
 
 def assembler_says(ptx: str) -> str:

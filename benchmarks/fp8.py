@@ -3,6 +3,7 @@
     python -m benchmarks.fp8 speed    [--cases d128_s4k ...] [--jobs 14] [--out FILE]
     python -m benchmarks.fp8 tiles    [--cases ...] [--jobs 14]        every tile of TILES, for the table of configurations
     python -m benchmarks.fp8 project  [--out FILE]
+    python -m benchmarks.fp8 block    [--jobs 14] [--out FILE]
     python -m benchmarks.fp8 accuracy [--device cpu] [--out FILE]
 
 speed: median of triton.testing.do_bench, unit normal operands, TFLOP/s counted as benchmarks.attention does: SDPA's cuDNN backend
@@ -11,6 +12,10 @@ float64 code on a part of the heads first.
 
 project: milliseconds from hidden states to FP8 operands, 16384 tokens, bf16: the library's product alone, with the cast after it,
 and the kernel that does both.
+
+block: milliseconds of a compiled transformer block, inference: RMS norm, QKV product, attention, output product, with or without
+rotary embeddings; 16384 tokens, hidden size 4096, 32 heads, of keys 8. In bf16, in FP8 with the cast as a kernel of its own,
+and with the cast in the projection where nothing lies between.
 
 accuracy: relative error (norm of the difference over norm of the result) and root mean square and largest error against float64
 code, on normal operands and with 0.1 % of q, k and v ten and a hundred times as large. ``per tensor`` has one scale for each of q,
@@ -29,6 +34,7 @@ from benchmarks import _common
 from benchmarks.attention import CASES, Case
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from fa_inductor.templates.sm90.fp8_launch import Fp8Config
@@ -249,6 +255,70 @@ def projections() -> list[dict[str, Any]]:
     return rows
 
 
+BLOCKS = ("bf16", "fp8", "fp8, cast in the projection")
+
+
+def make_block(kv_heads: int, rotary: bool) -> torch.nn.Module:
+    """The block; called with hidden states [B, L, 4096] and the tables of cosines and sines [L, 128]."""
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.RMSNorm(4096)
+            self.qkv = torch.nn.Linear(4096, (32 + 2 * kv_heads) * 128, bias=False)
+            self.out = torch.nn.Linear(4096, 4096, bias=False)
+
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            parts = self.qkv(self.norm(x)).split([4096, kv_heads * 128, kv_heads * 128], -1)
+            q, k, v = (t.unflatten(-1, (-1, 128)).transpose(1, 2) for t in parts)
+            if rotary:
+                q, k = (t * cos + torch.cat([-t[..., 64:], t[..., :64]], -1) * sin for t in (q, k))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return x + self.out(y.transpose(1, 2).flatten(2))
+
+    return Block().to("cuda", torch.bfloat16).eval()
+
+
+def time_block(job: tuple[int, int, bool, str, Any]) -> dict[str, Any]:
+    """One variant of one block: compiled while others are, timed while nothing else runs."""
+    import torch
+
+    import fa_inductor
+
+    length, kv_heads, rotary, variant, turn = job
+    torch.manual_seed(0)
+    block = make_block(kv_heads, rotary)
+    x = torch.randn(16384 // length, length, 4096, device="cuda", dtype=torch.bfloat16)
+    angles = torch.outer(torch.arange(length, device="cuda"), 1e4 ** (-torch.arange(64, device="cuda") / 64)).repeat(1, 2)
+    tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+    options: dict[str, Any] = {} if variant == "bf16" else {"fp8": "e4m3", "fp8_projection": variant != "fp8"}
+    row: dict[str, Any] = {"length": length, "kv heads": kv_heads, "rotary": rotary, "variant": variant}
+    with torch.no_grad():
+        (site,) = fa_inductor.explain(block, options=options)(x, *tables).sites
+        run = torch.compile(block, backend="fa_inductor", options=options)
+        out = run(x, *tables)
+        torch.cuda.synchronize()
+        with turn:
+            row["ms"] = bench(lambda: run(x, *tables))
+            row["error of the branch"] = errors(out.double() - x, block(x, *tables).double() - x)["relative"]
+    return {**row, "template": site.template}
+
+
+def blocks(jobs: int) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        turn = manager.Lock()
+        shapes = [(length, 8, rotary) for length in (8192, 16384) for rotary in (False, True)]
+        work = [(*s, variant, turn) for s in shapes for variant in BLOCKS]
+        with context.Pool(min(jobs, len(work)), maxtasksperchild=2) as pool:
+            rows = []
+            for row in pool.imap(time_block, work, chunksize=1):
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
 def accuracy(device: str) -> list[dict[str, Any]]:
     from fa_inductor import fp8
 
@@ -272,7 +342,7 @@ def accuracy(device: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "tiles", "project", "accuracy"))
+    parser.add_argument("what", choices=("speed", "tiles", "project", "block", "accuracy"))
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES))
     parser.add_argument("--jobs", type=int, default=14, help="compiles at a time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -282,6 +352,8 @@ def main() -> None:
         rows = accuracy(a.device)
     elif a.what == "project":
         rows = projections()
+    elif a.what == "block":
+        rows = blocks(a.jobs)
     else:
         known = SPEED if a.what == "speed" else TILED
         rows = (speed if a.what == "speed" else compare_tiles)(a.cases or list(known), a.jobs)

@@ -3,9 +3,9 @@
     python -m benchmarks.tune_tiles --out results.json --jobs dkdv:128:full:4096 forward:128:bias:4096
 
 A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w8s3``
-(T: tensor descriptors). 16384 tokens, hidden size 2048, bfloat16, unit normal operands; median of
-triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as Inductor renders them under static
-shapes.
+(T: tensor descriptors). ``packed`` has documents of log-normal lengths. 16384 tokens or one sequence, hidden size 2048,
+bfloat16, unit normal operands; median of triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as
+Inductor renders them under static shapes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
+from benchmarks import _packed
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.configs import TileConfig
 
@@ -36,6 +37,7 @@ PROGRAMS = {
             ("softcap", "", "tanh(score * {scale} * 0.03333333333333333) * 30.0", ""),
             ("window", f" & (q_idx - kv_idx < {WINDOW})", "score * {scale}", ""),
             ("document", " & (i0[b, q_idx] == i0[b, kv_idx])", "score * {scale}", ""),
+            ("packed", " & (i0[b, q_idx] == i0[b, kv_idx])", "score * {scale}", ""),
             ("sinks", "", "score * {scale}", ", sinks=[f0[h]]"),
         )
     },
@@ -92,6 +94,8 @@ def _captures(program: str, heads: int, batch: int, length: int) -> list[Any]:
         return [torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)], device="cuda")]
     if program == "document":
         return [(torch.arange(length, device="cuda") * DOCUMENTS // length).expand(batch, length).contiguous()]
+    if program == "packed":
+        return [torch.tensor(_packed.ids(length), device="cuda").expand(batch, length).contiguous()]
     return [torch.randn(heads, device="cuda")] if program == "sinks" else []
 
 
@@ -102,6 +106,8 @@ def _kept(program: str, length: int) -> float:
         return (w * (w + 1) / 2 + (length - w) * w) / length**2
     if program == "document":
         return 0.5 / DOCUMENTS
+    if program == "packed":
+        return _packed.kept(length) / length**2
     return 1.0 if program in ("full", "bias") else 0.5
 
 
@@ -116,7 +122,7 @@ class Case:
         direct.set_allocator(torch.device("cuda"))
         self.which, self.dim, self.length = which, dim, length
         self.spec = AttentionSpec.parse(PROGRAMS[program].replace("{scale}", repr(dim**-0.5)))
-        heads, batch = HIDDEN // dim, TOKENS // length
+        heads, batch = HIDDEN // dim, max(1, TOKENS // length)
         shape = (batch, heads, length, dim)
         make = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         self.q, self.k, self.v, self.do = (make(*shape) for _ in range(4))

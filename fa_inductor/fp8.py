@@ -83,23 +83,31 @@ def hadamard(dim: int) -> Tensor:
     return made * dim**-0.5
 
 
-def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    top = quantise.E4M3_MAX
-    return (x / scale).clamp(-top, top).to(torch.float8_e4m3fn)
-
-
-def _int8(x: Tensor, scale: Tensor) -> Tensor:
-    return (x / scale).nan_to_num(0.0, torch.inf, -torch.inf).clamp(-quantise.INT8_MAX, quantise.INT8_MAX).round().to(torch.int8)
-
-
-def _scale(x: Tensor, dims: tuple[int, ...], integer: bool = False) -> Tensor:
+def _top(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest finite magnitude over the last ``dims``, which are kept."""
     size = x.abs()
-    finite = torch.where(size < torch.inf, size, 0.0)
-    scale = finite.amax(dims).clamp_min(quantise.TINY)
-    if not integer:
-        return scale / quantise.E4M3_MAX
+    return torch.where(size < torch.inf, size, 0.0).amax(dims, keepdim=True).clamp_min(quantise.TINY)
+
+
+def _times(x: Tensor, most: float, top: Tensor) -> Tensor:
+    """x * (most / top), the quotient rounded correctly, as the kernel computes it: others would round other numbers up."""
+    # torch computes a number over a tensor as that number times the tensor's inverse.
+    return x * (torch.full_like(top, most) / top)
+
+
+def _e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(x in e4m3, its scales)."""
+    top, most = _top(x, dims), quantise.E4M3_MAX
+    return _times(x, most, top).clamp(-most, most).to(torch.float8_e4m3fn), (top / most).squeeze(dims)
+
+
+def _int8(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(x in int8, its scales)."""
+    top, most = _top(x, dims), quantise.INT8_MAX
+    small = _times(x, most, top).nan_to_num(0.0, torch.inf, -torch.inf).clamp(-most, most).round().to(torch.int8)
     # No integer is NaN.
-    return torch.where(x.isnan().flatten(dims[0]).any(-1), torch.nan, scale / quantise.INT8_MAX)
+    nan = x.isnan().flatten(dims[0]).any(-1)
+    return small, torch.where(nan, torch.nan, (top / most).squeeze(dims))
 
 
 def cast_operands(q: Tensor, k: Tensor, v: Tensor, format: str) -> quantise.Quantised:
@@ -116,20 +124,27 @@ def cast_operands(q: Tensor, k: Tensor, v: Tensor, format: str) -> quantise.Quan
     blocks = made.k_scale.shape[2]
     k, v = (torch.nn.functional.pad(t, (0, 0, 0, blocks * block - t.shape[2])).unflatten(2, (blocks, block)) for t in (k, v))
     cast = _int8 if how.integer else _e4m3
-    made.q_scale.copy_(_scale(q, (3,), how.integer))
-    made.k_scale.copy_(_scale(k, (3, 4), how.integer))
-    made.v_scale.copy_(_scale(v, (3, 4)))
-    made.q.copy_(cast(q, made.q_scale[..., None]))
-    made.k.copy_(cast(k, made.k_scale[..., None, None]).flatten(2, 3)[:, :, : made.k.shape[2]])
-    made.v.copy_(_e4m3(v, made.v_scale[..., None, None]).flatten(2, 3).transpose(2, 3))
+    for x, dims, small, scale, kind in (
+        (q, (3,), made.q, made.q_scale, cast),
+        (k, (3, 4), made.k, made.k_scale, cast),
+        (v, (3, 4), made.v, made.v_scale, _e4m3),
+    ):
+        found, scales = kind(x, dims)
+        found = found.flatten(2, 3) if len(dims) == 2 else found
+        small.copy_(found.transpose(2, 3) if small is made.v else found[:, :, : small.shape[2]])
+        scale.copy_(scales)
     return made
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) cast to FP8 and back, in float32; q and k still rotated."""
-    made = cast_operands(q, k, v, format)
-    block, keys = quantise.SCALE_KEYS, k.shape[2]
-    k_scale, v_scale = (s.repeat_interleave(block, 2)[:, :, :keys, None] for s in (made.k_scale, made.v_scale))
+    return widened(cast_operands(q, k, v, format))
+
+
+def widened(made: quantise.Quantised) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers (q, k, v) that cast operands stand for, in float32; v's keys are not permuted."""
+    keys = made.k.shape[2]
+    k_scale, v_scale = (s.repeat_interleave(quantise.SCALE_KEYS, 2)[:, :, :keys, None] for s in (made.k_scale, made.v_scale))
     return (
         made.q.float() * made.q_scale[..., None],
         made.k.float() * k_scale,

@@ -103,7 +103,7 @@ class AttentionPass:
         if choice.kernel is None:
             return _declined(view, match, choice.reason, choice.fused_already)
         try:
-            spec = rewrite.apply(view, match, choice.kernel, choice.fp8, choice.projections)
+            spec = rewrite.apply(view, match, choice.kernel, choice.fp8, choice.projections, choice.cache)
         except rewrite.RewriteError as e:
             return _declined(view, match, str(e))
         report = _report(view, match, "fused", program=spec.program, template=choice.template)

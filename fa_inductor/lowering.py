@@ -22,11 +22,12 @@ from typing import Any
 from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
-from fa_inductor.lowering_operands import Operands, hint, number, problem_of, realised
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.lowering_operands import Cache, Operands, hint, number, problem_of, realised
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem, dense_strides
+from fa_inductor.templates.sm90.form import form_of
 from fa_inductor.templates.splits import merge, split_count, unit_of
 
 log = logging.getLogger(__name__)
@@ -57,11 +58,12 @@ def register() -> None:
     """Install the lowerings. Idempotent; imports Inductor."""
     from torch._inductor.lowering import register_lowering
 
-    from fa_inductor import fp8, fp8_lowering, ops
+    from fa_inductor import caches, fp8, fp8_lowering, ops
 
     register_lowering(fp8.fp8_attention, type_promotion_kind=None)(fp8_lowering.lower)
     register_lowering(fp8.fp8_projected_attention, type_promotion_kind=None)(fp8_lowering.lower_projected)
     register_lowering(ops.flash_attention, type_promotion_kind=None)(_lower_forward)
+    register_lowering(caches.cached_attention, type_promotion_kind=None)(_lower_cached)
     register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
 
 
@@ -222,13 +224,27 @@ def _hopper_runs(o: Operands, problem: Problem, backward: bool = False) -> bool:
             sizes, program = [1] * len(o.sizes), Program.of(o.spec, problem).spec.program
             if backward:
                 lse = v.new_zeros((1, 1, rows), dtype=torch.float32)
-                backward_launch.attention_backward(v, k, k, v, v, lse, sizes, program)
+                captures = [_stand_in(t) for t in o.captures]
+                if isinstance(form_of(AttentionSpec.parse(program)), str):
+                    backward_launch.program_backward(v, k, k, v, v, lse, captures, sizes, program)
+                else:
+                    backward_launch.attention_backward(v, k, k, v, v, lse, sizes, program)
             else:
                 launch.attention(k, k, v, sizes, program)
     except Exception as e:
         log.warning("%s dropped: %s: %s", select.HOPPER, type(e).__name__, e)
         return False
     return True
+
+
+def _stand_in(t: Any) -> Any:
+    """Zeros of a captured tensor's sizes and strides; of run-time sizes those that the graph was traced with."""
+    import torch
+
+    sizes, strides = ([hint(x) for x in xs] for xs in (t.get_size(), t.get_stride()))
+    if None in sizes or None in strides:
+        raise ValueError(f"the sizes of a captured tensor are not known: {t.get_size()}, {t.get_stride()}")
+    return torch.empty_strided(sizes, strides, dtype=t.get_dtype(), device=t.get_device()).zero_()
 
 
 def _hopper_backward(o: Operands, problem: Problem, request: select.Request) -> bool:
@@ -276,10 +292,7 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
 
 
 def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
-    import torch
-
     from fa_inductor import ops
-    from fa_inductor.templates.forward import forward_kernel, packs_heads
 
     args = (q, k, v, captures, sizes, program, kernel)
     reason = _refusal(kernel, (q, k, v), captures)
@@ -289,13 +302,53 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
         return _fallback(ops.flash_attention, args, reason)
     spec = AttentionSpec.parse(program)
     o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [])
-    problem = problem_of(o)
+    return _forward(o, kernel, lambda reason: _fallback(ops.flash_attention, args, reason))
+
+
+def _lower_cached(
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    k_scale: Any,
+    v_scale: Any,
+    captures: Sequence[Any],
+    sizes: Sequence[Any],
+    keys: Any,
+    program: str,
+    cache: str,
+    kernel: str,
+) -> Any:
+    import sympy
+
+    from fa_inductor import caches
+
+    args = (q, k, v, table, k_scale, v_scale, captures, sizes, keys, program, cache, kernel)
+    beside = [x for x in (table, k_scale, v_scale) if x is not None]
+    reason = _refusal(kernel, (q, k, v, *beside), captures)
+    if reason:
+        return _fallback(caches.cached_attention, args, reason)
+    tensors = (x if x is None else realised(x) for x in (table, k_scale, v_scale))
+    stored = Cache(CacheForm.parse(cache), *tensors, sympy.sympify(keys))
+    spec = AttentionSpec.parse(program)
+    o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [], stored)
+    return _forward(o, kernel, lambda reason: _fallback(caches.cached_attention, args, reason))
+
+
+def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
+    """(out, lse) by the best template; ``fallback`` runs the op's eager kernel."""
+    import torch
+
+    from fa_inductor import ops
+    from fa_inductor.templates.forward import forward_kernel, packs_heads
+
+    spec, problem = o.spec, problem_of(o)
     batch, heads, kv_heads, rows, cols = o.extents
     facts = Facts(problem.rows, problem.cols, problem.sizes)
     request = _request(o, problem, keys=hint(cols), queries=hint(rows), heads=hint(batch * heads), facts=facts)
     answer = select.supports(request)
     if isinstance(answer, select.Unsupported):
-        return _fallback(ops.flash_attention, args, answer.reason)
+        return fallback(answer.reason)
     if kernel == "triton" and answer.template == select.HOPPER and _hopper_runs(o, problem):
         program = Program.of(spec, problem).spec.program
         return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
@@ -317,12 +370,13 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
             return rows * problem.group, batch * kv_heads * splits, "BLOCK_M"
         return rows, batch * heads * splits, "BLOCK_M"
 
+    run_time = [*o.sizes, o.cache.keys] if o.cache else o.sizes
     call = _Call(
-        "forward", lambda config: forward_kernel(spec, problem, config), {**o.named(), "LSE": lse}, layout, grid, o.sizes
+        "forward", lambda config: forward_kernel(spec, problem, config), {**o.named(), "LSE": lse}, layout, grid, run_time
     )
     out = _select(call, [replace(c, splits=splits) for c in candidates])
     if out is None:
-        return _fallback(ops.flash_attention, args, "no configuration compiles")
+        return fallback("no configuration compiles")
     if splits == 1:
         return out, lse
     unit = unit_of(Program.of(spec, problem))
@@ -369,7 +423,7 @@ def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
     pack = packs_heads(problem, config)
     tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
     processors = torch.cuda.get_device_properties(o.q.get_device()).multi_processor_count
-    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors)
+    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors, problem.cache)
 
 
 def _lower_backward(
@@ -404,9 +458,13 @@ def _lower_backward(
     if isinstance(answer, select.Unsupported):
         return _fallback(ops.flash_attention_backward, args, answer.reason)
     if kernel == "triton" and _hopper_backward(o, problem, request):
-        program = Program.of(spec, problem).spec.program
-        operands = (do, o.q, o.k, o.v, realised(out), realised(lse), o.sizes, program)
-        return list(_fallback(ops.hopper_attention_backward, operands, f"{select.HOPPER} was chosen"))
+        asked = Program.of(spec, problem).spec
+        operands = (do, o.q, o.k, o.v, realised(out), realised(lse))
+        why = f"{select.HOPPER} was chosen"
+        if isinstance(form_of(asked), str):
+            more = (o.captures, o.sizes, asked.program, list(needs_grad))
+            return list(_fallback(ops.hopper_program_backward, (*operands, *more), why))
+        return list(_fallback(ops.hopper_attention_backward, (*operands, o.sizes, asked.program), why))
     arch = select.architecture(request.capability)
     assert arch is not None
     grads = _backward_kernels(o, do, out, realised(lse), problem, arch, slots, needs_grad)

@@ -7,15 +7,30 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fa_inductor import _compat
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import Problem
-from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.score_codegen import DIAGONALS, CaptureInfo
 from fa_inductor.templates.tiles import SUMMARY, summarised_slots
 
 _INT32 = 2**31 - 1
 #: Rows of the largest tile of any configuration; offsets inside a tile are bounded with it.
 _TILE_ROWS = 256
+
+
+@dataclass
+class Cache:
+    """What comes with k and v that are read as they are stored, realised, and the number of keys."""
+
+    form: CacheForm
+    table: Any
+    k_scale: Any
+    v_scale: Any
+    keys: Any
+
+    def named(self) -> dict[str, Any]:
+        given = {"TABLE": self.table, "KS": self.k_scale, "VS": self.v_scale}
+        return {name: t for name, t in given.items() if t is not None}
 
 
 @dataclass
@@ -29,16 +44,20 @@ class Operands:
     sizes: list[Any]
     spec: AttentionSpec
     others: list[Any]
+    cache: Cache | None = None
 
     @property
     def extents(self) -> tuple[Any, Any, Any, Any, Any]:
         """(batch, query heads, key heads, query length, key length)."""
         batch, heads, rows, _ = self.q.get_size()
-        return batch, heads, self.k.get_size()[1], rows, self.k.get_size()[2]
+        keys = self.cache.keys if self.cache else self.k.get_size()[2]
+        return batch, heads, self.k.get_size()[1], rows, keys
 
     def named(self) -> dict[str, Any]:
         """The operands, the captured tensors and their summaries, as the kernels name them."""
         tensors = {"Q": self.q, "K": self.k, "V": self.v, **{f"CAP{i}": t for i, t in enumerate(self.captures)}}
+        if self.cache:
+            tensors |= self.cache.named()
         problem = problem_of(self)
         for slot in summarised_slots(Program.of(self.spec, problem), problem):
             tensors[f"LOW{slot}"], tensors[f"TOP{slot}"] = summary_of(self.captures[slot])
@@ -150,7 +169,7 @@ def problem_of(o: Operands) -> Problem:
     """What Inductor knows about the operands when their kernel is rendered."""
     batch, heads, kv_heads, rows, cols = o.extents
     sizevars = _sizevars()
-    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols, DIAGONALS: rows + cols - 1}
 
     def capture(t: Any) -> CaptureInfo:
         sizes = t.get_size()
@@ -182,8 +201,9 @@ def problem_of(o: Operands) -> Problem:
         cols=number(cols),
         square=sizevars.statically_known_leq(rows, cols),
         sizes=tuple(number(s) for s in o.sizes),
-        tma=all(_descriptor_fits(t) for t in operands),
+        tma=o.cache is None and all(_descriptor_fits(t) for t in operands),
         element=o.q.get_dtype().itemsize,
+        cache=o.cache.form if o.cache else None,
     )
 
 

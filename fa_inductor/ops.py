@@ -12,7 +12,7 @@ the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and 
 ``plain_attention`` is what a compiled graph calls in place of ``flash_attention`` for a program without masks, bias or
 captures on CPU: the same results, without the layers of dispatch that autograd and ambient modes need.
 ``hopper_attention`` and ``hopper_attention_backward`` are the same for the forms of
-:mod:`fa_inductor.templates.sm90.form` on Hopper GPUs.
+:mod:`fa_inductor.templates.sm90.form` on Hopper GPUs, ``hopper_program_backward`` for its program forms.
 
 ``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default
 generator. It is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the
@@ -62,6 +62,11 @@ _LIB.define(
     " str program) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
+_LIB.define(
+    "hopper_program_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] captures,"
+    " SymInt[] sizes, str program, bool[] needs_grad) -> Tensor[]",
+    tags=_TAGS,
+)
 _LIB.define("plain_attention(Tensor q, Tensor k, Tensor v, str program) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _LIB.define("dropout_seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
@@ -69,6 +74,7 @@ flash_attention = torch.ops.fa_inductor.flash_attention.default
 flash_attention_backward = torch.ops.fa_inductor.flash_attention_backward.default
 hopper_attention = torch.ops.fa_inductor.hopper_attention.default
 hopper_attention_backward = torch.ops.fa_inductor.hopper_attention_backward.default
+hopper_program_backward = torch.ops.fa_inductor.hopper_program_backward.default
 plain_attention = torch.ops.fa_inductor.plain_attention.default
 dropout_seed = torch.ops.fa_inductor.dropout_seed.default
 
@@ -281,6 +287,47 @@ def _hopper_attention_backward_fake(
     return _empty(q, q.shape, layout), _empty(k, k.shape, layout), _empty(v, v.shape, layout)
 
 
+def _hopper_program_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: list[Tensor],
+    sizes: list[int],
+    program: str,
+    needs_grad: list[bool],
+) -> list[Tensor]:
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return _flash_attention_backward(
+            grad_out, q, k, v, out, lse, captures, sizes, program, "reference", needs_grad
+        )  # fmt: skip
+    from fa_inductor.templates.sm90.backward_launch import program_backward
+
+    _check_needs_grad(captures, needs_grad)
+    with _own_context():
+        grads = program_backward(grad_out, q, k, v, out, lse, captures, sizes, program, needs_grad[3:])
+    return [q.new_empty(0) if g is None or not need else g for g, need in zip(grads, needs_grad, strict=True)]
+
+
+def _hopper_program_backward_fake(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: list[Tensor],
+    sizes: list[int],
+    program: str,
+    needs_grad: list[bool],
+) -> list[Tensor]:
+    return _flash_attention_backward_fake(
+        grad_out, q, k, v, out, lse, captures, sizes, program, "triton", needs_grad
+    )  # fmt: skip
+
+
 # ----------------------------------------------------------------------------------------------------------- autograd
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, captures, sizes, program, kernel = inputs
@@ -320,11 +367,13 @@ def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
 _LIB.impl("flash_attention", _flash_attention, "CompositeExplicitAutograd")
 _LIB.impl("hopper_attention", _hopper_attention, "CUDA")
 _LIB.impl("hopper_attention_backward", _hopper_attention_backward, "CUDA")
+_LIB.impl("hopper_program_backward", _hopper_program_backward, "CUDA")
 _LIB.impl("plain_attention", _plain_attention, "CPU")
 _LIB.impl("flash_attention_backward", _flash_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(flash_attention, _flash_attention_fake, lib=_LIB)
 torch.library.register_fake(hopper_attention, _hopper_attention_fake, lib=_LIB)
 torch.library.register_fake(hopper_attention_backward, _hopper_attention_backward_fake, lib=_LIB)
+torch.library.register_fake(hopper_program_backward, _hopper_program_backward_fake, lib=_LIB)
 torch.library.register_fake(plain_attention, _plain_attention_fake, lib=_LIB)
 torch.library.register_fake(flash_attention_backward, _flash_attention_backward_fake, lib=_LIB)
 torch.library.register_autograd(flash_attention, _backward, setup_context=_setup_context, lib=_LIB)
@@ -355,7 +404,7 @@ def _forward_flops(
     return _products(q, k) * (q[3] + v[3])
 
 
-_BACKWARDS = ("flash_attention_backward", "hopper_attention_backward")
+_BACKWARDS = ("flash_attention_backward", "hopper_attention_backward", "hopper_program_backward")
 
 
 @register_flop_formula([getattr(torch.ops.fa_inductor, name) for name in _BACKWARDS])

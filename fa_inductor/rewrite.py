@@ -14,9 +14,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from fa_inductor import cpu_export, fp8, ops
-from fa_inductor.expr import KV_IDX, Q_IDX
+from fa_inductor import caches, capture_layout, cpu_export, fp8, ops
 from fa_inductor.patterns import AttentionMatch
+from fa_inductor.patterns.caches import BLOCK, SLOT, Cache, Scale
 from fa_inductor.patterns.operands import Axes, Operand
 from fa_inductor.patterns.projection import Projection, Projections
 from fa_inductor.patterns.terms import size
@@ -57,7 +57,8 @@ class Emitter:
         return node
 
     def undo(self) -> None:
-        self.view.shared("masks in the graph", dict).clear()
+        for shared in ("masks in the graph", capture_layout.SHARED):
+            self.view.shared(shared, dict).clear()
         for n in reversed(self.made):
             self.graph.erase_node(n)
         self.made.clear()
@@ -223,19 +224,26 @@ def _run_of(axes: Axes, want: Sequence[Axes]) -> Axes | None:
 
 
 def apply(
-    view: AtenView, match: AttentionMatch, kernel: str, fp8_format: str = "", projections: Projections | None = None
+    view: AtenView,
+    match: AttentionMatch,
+    kernel: str,
+    fp8_format: str = "",
+    projections: Projections | None = None,
+    cache: Cache | None = None,
 ) -> AttentionSpec:
     """Rewrite one site with the op run by ``kernel``, in FP8 where a format is given and then from hidden states where there are
-    ``projections``; returns the spec the op carries.
+    ``projections``, or with k and v as ``cache`` stores them; returns the spec the op carries.
 
     Raises:
         RewriteError: nodes could not be built; the graph is unchanged.
     """
+    if cache is not None:
+        match = replace(match, extents=cache.extents)
     origin = view.origin[match.pv]
     anchor = match.holder.node if match.holder is not None else origin.node
     emitter = Emitter(view, match, anchor)
     try:
-        spec, result = _emit_op(emitter, match, kernel, fp8_format, projections)
+        spec, result = _emit_op(emitter, match, kernel, fp8_format, projections, cache)
         leaves = _new_leaves(view, emitter, match, result, anchor)
         replacements = _leaf_replacements(anchor, leaves)
     except Exception as e:
@@ -250,24 +258,23 @@ def apply(
 
 
 def _emit_op(
-    em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str, projections: Projections | None
+    em: Emitter, match: AttentionMatch, kernel: str, fp8_format: str, projections: Projections | None, cache: Cache | None
 ) -> tuple[AttentionSpec, fx.Node]:
     g = match.groups
     if projections is not None:
         return _emit_projected(em, match, kernel, fp8_format, projections)
     q = em.operand(match.q, (g["batch"], g["heads"], g["query"], g["qk"]), match.dtype)
-    k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
-    v = em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype)
-    captures = [em.value(c) for c in match.captures]
-    if kernel in ("triton", "general"):
-        captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
+    k, v, stored = _keys_and_values(em, match, cache)
+    captures, spec = _captures(em, match, kernel)
     sizes = [em.size(s) for s in match.sizes]
     if match.dropout_p:
         captures.append(em.call(ops.dropout_seed, q))
-    spec = replace(match.full_spec(), layout=_layout(match))
     _check_later_writes(em, [q, k, v, *captures])
     if fp8_format:
         op = em.call(fp8.fp8_attention, q, k, v, captures, sizes, spec.program, kernel, fp8_format)
+    elif cache is not None:
+        keys = em.size(match.extent(g["key"]))
+        op = em.call(caches.cached_attention, q, k, v, *stored, captures, sizes, keys, spec.program, cache.form.text, kernel)
     elif kernel == "reference in the graph":
         op = em.call(cpu_export.reference_attention, q, k, v, captures, sizes, spec.program)
     elif kernel == "aten in the graph":
@@ -280,6 +287,34 @@ def _emit_op(
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _keys_and_values(em: Emitter, match: AttentionMatch, cache: Cache | None) -> tuple[fx.Node, fx.Node, list[fx.Node | None]]:
+    """k, v, and where they are read as they are stored their table and scales."""
+    g = match.groups
+    if cache is None:
+        k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
+        return k, em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype), []
+    *stored, blocks = cache.dims(g)
+    k, v = (em.rearrange(em.value(s.node), s.dims, dims) for s, dims in zip((cache.k, cache.v), stored, strict=True))
+    table = cache.table
+    entries = None if table is None else em.rearrange(em.value(table.node), table.dims, blocks)
+    return k, v, [entries, *(_scale(em, s) for s in (cache.k.scale, cache.v.scale))]
+
+
+def _scale(em: Emitter, scale: Scale | None) -> fx.Node | None:
+    """[batch, key heads, keys] in the dtype that it is multiplied in."""
+    if scale is None:
+        return None
+    g = em.match.groups
+    if isinstance(scale.by, float):
+        x = em.call(torch.ops.aten.scalar_tensor.default, scale.by, dtype=torch.float32, device=em.device)
+        return em.rearrange(x, (), (g["batch"], g["kv_heads"], g["key"]))
+    x = em.value(scale.by.node)
+    if x.meta["example_value"].dim() == 0 and x.meta["example_value"].dtype != scale.dtype:
+        x = em.call(torch.Tensor.to, x, scale.dtype)  # a tensor without dimensions has no say in the product's dtype
+    looked_up = {a for d in scale.by.dims for a in d} & {BLOCK, SLOT}
+    return em.rearrange(x, scale.by.dims, (g["batch"], g["kv_heads"], (BLOCK, SLOT) if looked_up else g["key"]))
 
 
 def _emit_projected(
@@ -295,17 +330,23 @@ def _emit_projected(
     weights = [rows(part.weight, part) for part in parts]
     biases = [rows(part.bias, part) for part in parts if part.bias is not None]
     heads, kv_heads = (int(match.extent(match.groups[name])) for name in ("heads", "kv_heads"))
-    captures = [em.value(c) for c in match.captures]
-    if kernel in ("triton", "general"):
-        captures = [_keys_side_by_side(em, c, i, match.spec) for i, c in enumerate(captures)]
+    captures, spec = _captures(em, match, kernel)
     sizes = [em.size(s) for s in match.sizes]
-    spec = replace(match.full_spec(), layout=_layout(match))
     layers = (p.hidden, weights, biases, heads, kv_heads)
     op = em.call(fp8.fp8_projected_attention, *layers, captures, sizes, spec.program, kernel, fp8_format)
     out = em.call(operator.getitem, op, 0)
     if match.dead_output:
         out = _dead_output(em, match, op, out)
     return spec, _shape_output(em, match, out)
+
+
+def _captures(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[list[fx.Node], AttentionSpec]:
+    """The captured tensors as a kernel reads them best, and the spec that reads them so."""
+    spec = replace(match.full_spec(), layout=_layout(match))
+    captures = [em.value(c) for c in match.captures]
+    if kernel in ("triton", "general"):
+        spec = capture_layout.arrange(em, match, spec, captures)
+    return captures, spec
 
 
 def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: list[Any], spec: AttentionSpec) -> fx.Node:
@@ -316,26 +357,6 @@ def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: l
     if key not in made:
         made[key] = em.call(cpu_export.mask, q, k, captures, sizes, spec.program)
     return made[key]
-
-
-def _keys_side_by_side(em: Emitter, capture: fx.Node, slot: int, spec: AttentionSpec) -> fx.Node:
-    """A tensor of the scores' size, copied where neighbouring keys lie apart: every tile would gather it element by element.
-
-    Relative position tables are looked up as [queries, keys, heads] and permuted; layers that share one share the copy.
-    """
-    t = capture.meta["example_value"]
-    found = [x for x in spec.loads() if x.slot == slot and x.depends_on(KV_IDX) and x.depends_on(Q_IDX)]
-    keys = {d for x in found for d, i in enumerate(x.index) if i.depends_on(KV_IDX)}
-    if len(keys) != 1 or not isinstance(t, torch.Tensor):
-        return capture
-    (key,) = keys
-    strides = [_hint(s) for s in t.stride()]
-    spread = any(s == 0 and _text(n) != "1" for s, n in zip(strides, t.shape, strict=True))
-    if strides[key] == 1 or _text(t.shape[key]) == "1" or spread:
-        return capture
-    order = [d for d in range(t.dim()) if d != key] + [key]
-    copied = em.call(torch.Tensor.contiguous, em.call(torch.permute, capture, order))
-    return em.call(torch.permute, copied, [order.index(d) for d in range(t.dim())])
 
 
 def _dead_output(em: Emitter, match: AttentionMatch, op: fx.Node, out: fx.Node) -> fx.Node:

@@ -8,10 +8,12 @@ from typing import Any
 import sympy
 import torch
 
-from fa_inductor import cpu_export, cpu_flash
+from fa_inductor import caches, cpu_export, cpu_flash
 from fa_inductor.bounds import Facts
 from fa_inductor.config import Options
 from fa_inductor.patterns import AttentionMatch, projection
+from fa_inductor.patterns.caches import Cache
+from fa_inductor.patterns.caches import find as find_cache
 from fa_inductor.patterns.projection import Projections
 from fa_inductor.patterns.terms import value_of
 from fa_inductor.templates import select
@@ -22,7 +24,8 @@ class Choice:
     """``kernel`` is the op's kernel argument, or None with the reason; ``template`` is its name in the report.
 
     ``fused_already``: the user's code calls a fused kernel itself. ``fp8``: the FP8 format it runs in; ``fp8_refused``: why not in
-    the one that was asked for. ``projections``: what makes q, k and v, where they are cast as they are made.
+    the one that was asked for. ``projections``: what makes q, k and v, where they are cast as they are made. ``cache``: how k and
+    v are stored, where the kernel reads them so.
     """
 
     kernel: str | None
@@ -32,6 +35,7 @@ class Choice:
     fp8: str = ""
     fp8_refused: str = ""
     projections: Projections | None = None
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,27 @@ def needs_grad(match: AttentionMatch) -> tuple[bool, ...]:
 def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
     """The kernel for one match, or why there is none."""
     choice = _choose(match, options)
-    return choice if choice.kernel is None or options.fp8 == "off" else _in_fp8(match, options, choice)
+    if choice.kernel is not None and options.fp8 != "off":
+        choice = _in_fp8(match, options, choice)
+    return choice if choice.kernel not in ("reference", "general", "triton") or choice.fp8 else _from_cache(match, choice)
+
+
+def _from_cache(match: AttentionMatch, choice: Choice) -> Choice:
+    """``choice`` with k and v read as they are stored, where they lie in pages or in 8 bits. They have no gradients then."""
+    if any(needs_grad(match)):
+        return choice
+    device, stored = _tensor(match.q.node).device, set(caches.STORED)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        stored.discard(torch.float8_e4m3fn)  # which Triton converts from compute capability 8.9 on
+    found = find_cache(match, frozenset(stored))
+    if found is None:
+        return choice
+    if choice.kernel != "reference":
+        answer = select.supports(replace(_request(match, torch.cuda.get_device_capability(device), True), tma=False))
+        if isinstance(answer, select.Unsupported):
+            return choice
+        choice = replace(choice, template=answer.template)
+    return replace(choice, template=f"{choice.template}, {found.form}", cache=found)
 
 
 def _in_fp8(match: AttentionMatch, options: Options, choice: Choice) -> Choice:
@@ -98,7 +122,7 @@ def _choose(match: AttentionMatch, options: Options) -> Choice:
 def choose_for_export(match: AttentionMatch, options: Options) -> Choice:
     """The kernel for one match of an exported graph: one that a package runs without Python."""
     choice = choose_kernel(match, replace(options, fp8="off"))
-    made = _packaged(match, choice)
+    made = _packaged(match, replace(choice, cache=None) if choice.kernel == "reference" else choice)
     refused = "" if options.fp8 == "off" else "the operands are cast from Python, which a package does not have"
     return replace(made, fp8_refused=refused) if made.kernel is not None else made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -113,6 +113,58 @@ def _literal(node: ast.AST, kind: type) -> Any:
     if not isinstance(value, kind) or (isinstance(value, tuple) and len(value) != 2):
         raise ProgramError(f"expected a {kind.__name__} in a program, got {ast.unparse(node)[:80]}")
     return value
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """How keys and values lie in a cache that a kernel reads as it is.
+
+    Attributes:
+        page: keys of one page. k and v are then [pages, Hkv, page, D], and a table [B, ceil(N / page)] names the page of
+            each run of ``page`` keys; 0 without pages.
+        wraps: whether negative entries of the table count from the end, as PyTorch's ``pages[table]`` has it.
+        k, v: dtype, by torch name, that stored elements have once they are multiplied with their scale; "" where they are
+            stored in q's dtype.
+        k_scaled, v_scaled: whether there is a scale [B, Hkv, N].
+    """
+
+    page: int = 0
+    wraps: bool = True
+    k: str = ""
+    v: str = ""
+    k_scaled: bool = False
+    v_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.page < 0 or not {self.k, self.v} <= {"", "float16", "bfloat16", "float32"}:
+            raise ProgramError(f"pages of {self.page} keys, products in {self.k or 'none'} and {self.v or 'none'}")
+        if (self.k_scaled and not self.k) or (self.v_scaled and not self.v):
+            raise ProgramError("a scale needs the dtype of its product")
+
+    @property
+    def text(self) -> str:
+        """The text that the op carries; :meth:`parse` is its inverse."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"cache({', '.join(f'{n}={x!r}' for n, x in given.items())})"
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> CacheForm:
+        """The form whose text is ``text``; raises :class:`ProgramError`."""
+        try:
+            tree = ast.parse(text, mode="eval").body
+        except SyntaxError as e:
+            raise ProgramError(f"cannot parse cache {text[:200]!r}: {e}") from e
+        named = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "cache" and not tree.args
+        known = {f.name: type(f.default) for f in fields(CacheForm)}
+        if not named or not all(k.arg in known for k in tree.keywords):  # type: ignore[attr-defined]
+            raise ProgramError(f"a cache has the form cache(page=..., ...), got {text[:200]!r}")
+        return CacheForm(**{k.arg: _literal(k.value, known[k.arg]) for k in tree.keywords})  # type: ignore[attr-defined]
+
+    def __str__(self) -> str:
+        words = [f"pages of {self.page}"] if self.page else []
+        words += [f"{name} dequantised" for name, product in (("k", self.k), ("v", self.v)) if product]
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)

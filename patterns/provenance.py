@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from fa_inductor.patterns.terms import value_of
 from fa_inductor.view import DETACH, OPAQUE, SDPA, AtenView, DynamoValue, Path
 
-_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "exponential", "cauchy", "geometric")
+RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "exponential", "cauchy", "geometric")
 _REEMIT_LIMIT = 60
 
 
@@ -53,7 +53,7 @@ class Place:
             seen.add(n)
             if len(seen) > _REEMIT_LIMIT or n.op != "call_function" or n.target in (OPAQUE, SDPA, DETACH):
                 return False
-            if any(w in str(n.target) for w in _RANDOM):
+            if any(w in str(n.target) for w in RANDOM):
                 return False
             todo.extend(n.all_input_nodes)
         return True

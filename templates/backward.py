@@ -127,7 +127,7 @@ def dkdv_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
     captures = used_captures((spec.score, *needed), spec.seed_slot)
     arguments = ("Q", "K", "V", "DO", *_row_inputs(program), "DELTA", "DV", *(f"CAP{s}" for s, _ in captures))
     arguments += schedule.arguments
-    printed = [*head.lines, *body.lines, *schedule.lines]
+    printed = [*head.lines, *through.lines, *body.lines, *schedule.lines]
     context = _context(program, problem, config, arguments, captures, printed)
     context.update(row_lines=[*head.lines, *through.lines], loop=schedule, loop_summaries=schedule.summaries, body=body)
     constants = {**_constants(program, problem, config), "FACTOR": program.factor}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fa_inductor.diagonal import ROWS, is_diagonal
 from fa_inductor.expr import FLOAT, KV_IDX, Q_IDX, Const, Expr, Load
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import Program
@@ -55,7 +56,8 @@ class Descriptors:
 
 
 def descriptors(program: Program, problem: Problem, config: TileConfig, printer: ScorePrinter, keys: bool) -> Descriptors:
-    """Descriptors for every bias that is read at (..., q_idx, kv_idx), where its strides and the configuration allow.
+    """Descriptors for every bias that is read at (..., q_idx, kv_idx) or along diagonals, where its strides and the
+    configuration allow.
 
     Args:
         printer: prints the indices before the loop.
@@ -67,7 +69,8 @@ def descriptors(program: Program, problem: Problem, config: TileConfig, printer:
     for load in dict.fromkeys(n for n in program.spec.score.walk() if isinstance(n, Load) and usable):
         info = problem.captures[load.slot]
         outer = load.index[:-2]
-        if not info.tma or load.kind != FLOAT or load.index[-2:] != (Q_IDX, KV_IDX):
+        diagonal = is_diagonal(load) and ROWS % config.block_m == 0
+        if not info.tma or load.kind != FLOAT or not (diagonal or load.index[-2:] == (Q_IDX, KV_IDX)):
             continue
         if any(varies(i) for i in outer) or not all(info.proves_inside(d, i) for d, i in enumerate(load.index)):
             continue
@@ -78,11 +81,15 @@ def descriptors(program: Program, problem: Problem, config: TileConfig, printer:
         lines += printer.lines[start:]
         base = " + ".join([cap, *offsets])
         stride = f"{cap}_S{len(outer)}"
-        lines.append(
-            f"{name}_desc = tl.make_tensor_descriptor({base}, [Q_LEN, KV_LEN], [{stride}, 1], [BLOCK_M, BLOCK_N])"
-        )
-        at = "[q_first, start_n])" if keys else "[start_m, kv_first]).T"
-        tiles.append((load, f"{name}_desc.load({at}.to(tl.float32)"))
+        row, column = ("q_first", "start_n") if keys else ("start_m", "kv_first")
+        size = "[Q_LEN, KV_LEN]"
+        if diagonal:
+            # Tiles of queries start at multiples of their size, so all rows of one have the same base.
+            size = f"[{ROWS}, {cap}_N{len(outer) + 1}]"
+            row, column = f"{row} % {ROWS}", f"{column} - ({row} - {row} % {ROWS}) + (Q_LEN - 1) // {ROWS} * {ROWS}"
+        lines.append(f"{name}_desc = tl.make_tensor_descriptor({base}, {size}, [{stride}, 1], [BLOCK_M, BLOCK_N])")
+        turned = "" if keys else ".T"
+        tiles.append((load, f"{name}_desc.load([{row}, {column}]){turned}.to(tl.float32)"))
     return Descriptors(tuple(lines), tuple(tiles))
 
 

@@ -7,13 +7,13 @@ interpreter (``TRITON_INTERPRET=1``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import standalone
 from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
 from fa_inductor.templates.configs import PASSES, TileConfig
@@ -21,7 +21,7 @@ from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.quantise import fp8_problem, quantise
 from fa_inductor.templates.rendering import Problem
-from fa_inductor.templates.score_codegen import CaptureInfo
+from fa_inductor.templates.score_codegen import DIAGONALS, CaptureInfo
 from fa_inductor.templates.splits import merge, unit_of
 from fa_inductor.templates.tiles import SUMMARY, choose, summarised_slots
 
@@ -36,7 +36,7 @@ def problem_of(
     """What a kernel for these operands may assume. ``others``: more [B, H, L, D] operands (grad_out)."""
     batch, heads, rows, qk_dim = q.shape
     cols = k.shape[2]
-    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols}
+    extents = {"b": batch, "h": heads, "q_idx": rows, "kv_idx": cols, DIAGONALS: rows + cols - 1}
     info = tuple(
         CaptureInfo(
             t.dim(),
@@ -117,23 +117,63 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as the op gives them. ``options`` go to the launch (``arch="sm80"``)."""
     problem = problem_of(q, k, v, captures, sizes)
+    operands = {"Q": q, "K": k, "V": v}
+    return _forward(operands, captures, sizes, spec, problem, configs.forward, k.shape[1], v.shape[3], **options)
+
+
+def _forward(
+    operands: dict[str, Tensor],
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: AttentionSpec,
+    problem: Problem,
+    config: TileConfig,
+    kv_heads: int,
+    v_dim: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    q = operands["Q"]
     set_allocator(q.device)
-    kernel = forward_kernel(spec, problem, configs.forward)
+    kernel = forward_kernel(spec, problem, config)
     batch, heads, rows, _ = q.shape
-    out = _empty(q, (batch, heads, rows, v.shape[3]), spec.layout)
-    splits = configs.forward.splits
+    out = _empty(q, (batch, heads, rows, v_dim), spec.layout)
+    splits = config.splits
     written = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
     lse = q.new_empty((2, *written.shape[:-1]) if splits > 1 else out.shape[:-1], dtype=torch.float32)
-    pack = packs_heads(problem, configs.forward)
-    tiles = -(-(rows * problem.group if pack else rows) // configs.forward.block_m)
-    grid = tiles * batch * (k.shape[1] if pack else heads) * splits
-    tensors = {"Q": q, "K": k, "V": v, "LSE": lse, **named(captures, spec, problem)}
+    pack = packs_heads(problem, config)
+    tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
+    grid = tiles * batch * (kv_heads if pack else heads) * splits
+    tensors = {**operands, "LSE": lse, **named(captures, spec, problem)}
     standalone.launch(kernel, grid, tensors, written, sizes, **options)
     if splits > 1:
         unit = unit_of(Program.of(spec, problem))
         merged, lse = merge(written, lse, written.shape, unit, spec.dead_rows == "zero", torch.ops.aten)
         out.copy_(merged)
     return out, lse
+
+
+def cached_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    scales: Sequence[Tensor | None],
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    keys: int,
+    spec: AttentionSpec,
+    form: CacheForm,
+    config: TileConfig,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as :mod:`fa_inductor.caches` gives them."""
+    shape = (q.shape[0], k.shape[1], keys)
+    strides = [(0, 0, t.stride(2), t.stride(3)) for t in (k, v)]
+    stand_ins = [torch.empty_strided((*shape, t.shape[3]), s, device="meta") for t, s in zip((k, v), strides, strict=True)]
+    problem = replace(problem_of(q, *stand_ins, captures, sizes), tma=False, cache=form)
+    tensors = {"Q": q, "K": k, "V": v, "TABLE": table, "KS": scales[0], "VS": scales[1]}
+    given = {name: t for name, t in tensors.items() if t is not None}
+    return _forward(given, captures, [*sizes, keys], spec, problem, config, k.shape[1], v.shape[3], **options)
 
 
 def fp8_forward(

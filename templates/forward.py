@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from fa_inductor.expr import Expr, Load, Sym
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates.body import Descriptors, descriptors, tile_body
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.program import LOG2E, Program
@@ -61,6 +61,12 @@ def packs_heads(problem: Problem, config: TileConfig) -> bool:
     return problem.rows * problem.group <= min(PACKED_ROWS, config.block_m)
 
 
+def cache_arguments(cache: CacheForm | None) -> tuple[str, ...]:
+    """Names of what comes with k and v that are read as they are stored."""
+    given = {"TABLE": cache.page, "KS": cache.k_scaled, "VS": cache.v_scaled} if cache else {}
+    return tuple(name for name, is_there in given.items() if is_there)
+
+
 @lru_cache(maxsize=512)
 def forward_kernel(
     spec: AttentionSpec, problem: Problem, config: TileConfig, fp8: bool = False, rounds: bool = False
@@ -90,7 +96,7 @@ def forward_kernel(
     if poly:
         functions = functions | {poly}
     captures = used_captures(spec.expressions, spec.seed_slot)
-    scales = ("QS", "KS", "VS") if fp8 else ()
+    scales = ("QS", "KS", "VS") if fp8 else cache_arguments(problem.cache)
     arguments = ("Q", "K", "V", "LSE", *scales, *(f"CAP{s}" for s, _ in captures), *schedule.arguments)
     context: dict[str, Any] = {
         "kernel_args": ", ".join(f'"{a}"' for a in arguments),
@@ -117,6 +123,9 @@ def forward_kernel(
         "threshold": config.rescale_threshold,
         "fp8": fp8,
         "rounds": rounds,
+        "cache": problem.cache,
+        "keys_size": len(problem.sizes),
+        "whole_pages": problem.cache is not None and problem.cache.page > 0 and problem.cache.page % config.block_n == 0,
     }
     text, digest = render("common/forward.py.jinja", functions, context)
     constants = {
@@ -129,6 +138,7 @@ def forward_kernel(
         "KEEP_SCALE": 1.0 / (1.0 - spec.dropout_p),
         "PACK": pack,
         "SPLITS": config.splits,
+        **({"PAGE": problem.cache.page} if problem.cache else {}),
         **({"SCALE_KEYS": SCALE_KEYS, "P_TOP": E4M3_MAX, "TINY": TINY} if fp8 else {}),
     }
     return KernelSource(

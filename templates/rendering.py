@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fa_inductor.spec import CacheForm
 from fa_inductor.templates import exp2
 from fa_inductor.templates.configs import TileConfig
 from fa_inductor.templates.score_codegen import DEVICE_FUNCTIONS, CaptureInfo
@@ -43,6 +44,7 @@ class Problem:
         tma: whether strides and alignment allow tensor descriptors (base and outer strides multiples of 16 bytes,
             innermost stride 1: CUDA driver API, cuTensorMapEncodeTiled).
         element: bytes of one operand element.
+        cache: how k and v are stored where they are not [B, Hkv, N, D] in q's dtype (forward).
     """
 
     qk_dim: int
@@ -61,6 +63,7 @@ class Problem:
     sizes: tuple[int | None, ...] = ()
     tma: bool = False
     element: int = 2
+    cache: CacheForm | None = None
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,13 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fa_inductor.diagonal import COLUMN, ROW, ROWS
 from fa_inductor.expr import BOOL, FLOAT, INDEX_NAMES, INT, SIZE_NAMES, Call, Const, Expr, Load, Score, Sym
 
 #: Program symbol -> name of the variable that the templates bind.
+#: See :attr:`CaptureInfo.covers`.
+DIAGONALS = "diagonals"
+
 NAMES = {"b": "b_idx", "h": "h_idx", "q_idx": "q_idx", "kv_idx": "kv_idx", "q_len": "Q_LEN", "kv_len": "KV_LEN"}
 
 _INFIX = {
@@ -95,7 +99,8 @@ class CaptureInfo:
 
     Attributes:
         rank: number of dimensions.
-        covers: per dimension, the index symbols (``b h q_idx kv_idx``) whose whole range provably lies inside it.
+        covers: per dimension, the index symbols (``b h q_idx kv_idx``) whose whole range provably lies inside it, and
+            :data:`DIAGONALS` where it has a place for every difference of a query and a key.
         sizes: per dimension, its size where it is a number, else None.
         tma: whether a tensor descriptor can read tiles of its last two dimensions (strides and alignment, as for q).
     """
@@ -111,7 +116,10 @@ class CaptureInfo:
         if isinstance(index, Const) and self.sizes:
             size = self.sizes[dim]
             return size is not None and 0 <= index.value < size
-        return False
+        if index == ROW and self.sizes:
+            size = self.sizes[dim]
+            return size is not None and size >= ROWS
+        return index == COLUMN and bool(self.covers) and DIAGONALS in self.covers[dim]
 
 
 def float_literal(value: float) -> str:

@@ -168,8 +168,10 @@ def not_hopper(request: Request, refusal: Callable[..., str] | None = None) -> s
     if queries is None or keys is None or heads is None:
         return "sizes are not known"
     spec = Program.under(request.spec, request.facts, False).spec
-    refusal = refusal or (form.backward_refusal if request.backward else form.refusal)
-    return refusal(spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
+    asked = (spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
+    if request.backward and refusal is None:
+        return form.backward_refusal(*asked, request.grad_slots, request.deterministic)
+    return (refusal or form.refusal)(*asked)
 
 
 def _general(request: Request) -> Supported | Unsupported:

@@ -104,19 +104,25 @@ def _folder() -> str:
 
 @lru_cache(maxsize=512)
 def load(kernel: KernelSource, known: Known = (), specialize: bool = True) -> tuple[Any, Standalone]:
-    """The jitted function of a kernel. Triton reads a kernel's source from its file, so one is written."""
+    """The jitted function of a kernel."""
     standalone = complete(kernel, known, specialize)
     # The constants are part of the module's text but not of the kernel's name.
-    path = Path(_folder()) / f"{kernel.name}_{abs(hash(standalone.source)):x}.py"
+    name = f"{kernel.name}_{abs(hash(standalone.source)):x}"
+    return getattr(module_of(name, standalone.source), kernel.name), standalone
+
+
+def module_of(name: str, source: str) -> ModuleType:
+    """A module of that text. Triton reads a kernel's source from its file, so one is written."""
+    path = Path(_folder()) / f"{name}.py"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(standalone.source)
+    temporary.write_text(source)
     temporary.replace(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, kernel.name), standalone
+    return module
 
 
 def _value(tensors: dict[str, Any], sizes: Sequence[int], scalar: tuple[str, str, int]) -> int:

@@ -87,7 +87,7 @@ class Interpreter(fx.Interpreter):
             if target is torch.amp.autocast_mode._exit_autocast:
                 b.autocast.remove(args[0])
                 return target(*args)
-            if target in slicing.HEAVY and "example_value" in n.meta:
+            if slicing.is_heavy(n) and "example_value" in n.meta:
                 for a in aliasing.side_writes(n):
                     self.env[a].copy_(self.opaque(a, (args, kwargs)))
                 return self.opaque(n, (args, kwargs))

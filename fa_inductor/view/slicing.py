@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fa_inductor.view.aliasing import storages, written
+from fa_inductor.view.aliasing import side_writes, storages, written
 
 SOFTMAXES = {
     F.softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.special.softmax, F.log_softmax, torch.log_softmax,
@@ -44,7 +44,7 @@ _REARRANGE = {
     "chunk", "split", "unbind", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "narrow", "select", "repeat_interleave",
     "repeat", "to", "float", "half", "bfloat16", "double", "type_as", "type", "mul", "div", "truediv", "true_divide", "clone",
     "expand_as", "view_as", "reshape_as", "tensor_split", "split_with_sizes", "broadcast_to", "mT", "getattr", "tile", "detach",
-    "rearrange",
+    "rearrange", "int", "long", "index", "index_select", "gather", "take_along_dim",
 }  # fmt: skip
 
 
@@ -74,8 +74,13 @@ def name_of(n: fx.Node) -> str:
     return t.strip("_") if isinstance(t, str) else getattr(t, "__name__", str(t))
 
 
+def is_heavy(n: fx.Node) -> bool:
+    """Whether ``n`` stays opaque in the view. A table that is looked up as it is may be a position bias."""
+    return n.target in HEAVY and (n.target is not F.embedding or bool(side_writes(n)))
+
+
 def is_rearrangement(n: fx.Node) -> bool:
-    """Views, casts, constant factors; and whatever Dynamo knows to share memory with an input, by any name."""
+    """Views, casts, factors and lookups; and whatever Dynamo knows to share memory with an input, by any name."""
     if not n.op.startswith("call"):
         return False
     if n.target in HEAVY or n.target in MATMULS:
@@ -177,7 +182,7 @@ class _Slicer:
             known = self._storages_of({i for n in self.need for i in (n, *n.all_input_nodes)})
             for n in list(waiting):
                 into = self._storages_of(written(n))
-                if into & full and n.target not in HEAVY:
+                if into & full and not is_heavy(n):
                     self.upstream([n])
                 elif into & (known | full):
                     self.need.add(n)
@@ -198,7 +203,7 @@ class _Slicer:
         seen = {softmax}
         while todo:
             for u in todo.pop().users:
-                if u in seen or u.op == "output" or u.target in HEAVY:
+                if u in seen or u.op == "output" or is_heavy(u):
                     continue
                 seen.add(u)
                 found.append(u)
@@ -215,7 +220,7 @@ class _Slicer:
                 self.inputs.add(n)
             if n in self._full or not n.op.startswith("call"):
                 continue
-            if n.target in HEAVY or n in self.closed:
+            if is_heavy(n) or n in self.closed:
                 continue
             self._full.add(n)
             self.need.add(n)
@@ -232,7 +237,7 @@ class _Slicer:
             n = todo.pop()
             if n.op == "placeholder":
                 self.operand_inputs.add(n)
-            if n not in self.need and n not in self.closed and is_rearrangement(n):
+            if n not in self.need and n not in self.closed and (is_rearrangement(n) or n.target is F.embedding):
                 self.need.add(n)
                 todo.extend(n.all_input_nodes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.direct import problem_of
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import dense_strides
-from fa_inductor.templates.sm90.form import form_of, padded
+from fa_inductor.templates.sm90.form import form_of, padded, program_form_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
+from fa_inductor.templates.sm90.program_source import ProgramSource, gluon_kernel, range_kernel, source_of
+from fa_inductor.templates.sm90.sinks import sink_gradients
 
 #: Keys, and rows of dQ, that a consumer handles.
 CONSUMER_KEYS = 64
@@ -64,8 +68,14 @@ class BackwardConfig:
 #: 419 (403), S4k 525 (531), causal 487 (460), S16k 546 (545), causal 540 (540), with 3 stages 1 to 5 % less. Sections of 4 and
 #: 16 heads were within the spread of runs, of 1 head up to 11 % slower under a mask.
 CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64), 256: BackwardConfig(64, wide=True)}
-#: With the slope of the softcap, 128 rows need more registers than there are.
+#: With the slope of the softcap, or of another logit, 128 rows need more registers than there are: D64 S4k causal with a
+#: temperature by head 206 with 128 rows and 327 with 64, with softcap and ALiBi 202 and 286, with ALiBi alone 386 and 363. And
+#: so do lengths that end inside of a tile, for a program with text of its own.
 SOFTCAP_CONFIGS = {**CONFIGS, 64: BackwardConfig(64, stages=3)}
+
+
+#: The kernel's compile-time arguments for a score under a band, which needs no text of its own.
+NO_PROGRAM = {"PROGRAM": False, "MASKED": False, "EVEN_Q": True, "SELECT": False}
 
 
 class Backward:
@@ -77,6 +87,8 @@ class Backward:
         scale, low, high, softcap, layout, dead_zero: as in :class:`fa_inductor.templates.sm90.launch.Forward`; the gradients
             are stored in the layout's order.
         deterministic: dQ is added up in a fixed order, so that equal operands give equal bits.
+        source: the program's own kernels where it is more than ``scale``, ``softcap`` and the band say, with its captured
+            tensors and run-time sizes.
     """
 
     def __init__(
@@ -95,6 +107,9 @@ class Backward:
         layout: str = "bhmd",
         dead_zero: bool = False,
         deterministic: bool = False,
+        source: ProgramSource | None = None,
+        captures: Sequence[Tensor] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         from fa_inductor.templates.sm90.backward_rows import row_statistics, scale_sum
         from fa_inductor.templates.sm90.gluon_backward import flash_backward
@@ -124,7 +139,7 @@ class Backward:
             DescriptorForm(dk, CONSUMER_KEYS, d_tile),
             DescriptorForm(dv_, CONSUMER_KEYS, v_tile),
         ]
-        factor = scale * (softcap or 1.0)
+        factor = source.factor if source is not None and not source.plain else scale * (softcap or 1.0)
         self.numbers = (
             scale * math.log2(math.e),
             softcap or 0.0,
@@ -140,12 +155,32 @@ class Backward:
         # Rows without keys are NaN, and all keys get NaN from them: then no tile may be skipped.
         first, last = -m if low is None else low, n if high is None else high
         dead = first > last or first + m > n or last < 0
+        skip = dead_zero or not dead
         flags = {
-            "EVEN": n % config.keys == 0, "SKIP": dead_zero or not dead, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
+            "EVEN": n % config.keys == 0, "SKIP": skip, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None,
         }  # fmt: skip
         kernel = flash_backward_wide if config.wide else flash_backward
         constants = {**config.constants(deterministic), **flags}
+        self.ranges: Launcher | None = None
+        self.program: tuple[Any, ...] = () if config.wide else (None, None)
+        self.source = source
+        if not config.wide:
+            constants |= NO_PROGRAM
+        if source is not None:
+            assert not config.wide
+            kernel = gluon_kernel(source)
+            constants |= {
+                "SKIP": skip if source.skip is None else source.skip, "PROGRAM": not source.plain, "MASKED": source.masked,
+                "EVEN_Q": m % config.rows == 0, "SELECT": source.select,
+            }  # fmt: skip
+            self.numbers_of = {name: _number(name, captures, sizes) for name in (*source.arguments, *source.range_arguments)}
+            # The order of the additions supposes that the ends of what tiles of keys see grow with the keys.
+            if source.ranges and not deterministic:
+                tiles = -(-n // config.keys)
+                self.range_size = (b, tiles, 4)
+                made = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}
+                self.ranges = Launcher(range_kernel(source.ranges), (b * tiles, 1, 1), made)
         self.main = Launcher(kernel, (-(-n // config.keys) * b * hkv, 1, 1), constants)
         #: Numbers that give the additions to dQ their order: see gluon_order.
         self.turns = 1 + b * hq * -(-m // config.rows) if deterministic else 0
@@ -157,12 +192,18 @@ class Backward:
         self.sum = Launcher(scale_sum, (-(-q.numel() // _SUM_BLOCK), 1, 1), {"BLOCK": _SUM_BLOCK})
 
     def __call__(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) in the layout's order; ``lse`` [B, Hq, M] float32 as the forward wrote it."""
+        return self.with_delta(grad_out, q, k, v, out, lse, captures)[:3]
+
+    def with_delta(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As a call, and sum_d out * grad_out [B * Hq, M padded to tiles] float32."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self(grad_out, q, k, v, out, lse)
+                return self.with_delta(grad_out, q, k, v, out, lse, captures)
         dq, dk, dv = (torch.empty_strided(*size, dtype=self.dtype, device=self.device) for size in self.sizes)
         dq_sum = torch.empty_strided(*self.sizes[0], dtype=torch.float32, device=self.device)
         log2_denom, delta = torch.empty(self.statistics, dtype=torch.float32, device=self.device).unbind()
@@ -170,9 +211,37 @@ class Backward:
         operands = (q, k, v, grad_out, log2_denom, delta, dq_sum, dk, dv)
         descriptors = [form.of(t) for form, t in zip(self.forms, operands, strict=True)]
         turns = torch.zeros(self.turns, dtype=torch.int32, device=self.device) if self.turns else None
-        self.main(self.device_index, *descriptors, *self.numbers, turns)
+        self.main(self.device_index, *descriptors, *self.numbers, turns, *self._program(captures))
         self.sum(self.device_index, dq_sum, dq, *self.sum_numbers)
-        return dq, dk, dv
+        return dq, dk, dv, delta
+
+
+    def _program(self, captures: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The kernel's arguments for the program: what its text takes from outside, and the tiles that its mask leaves."""
+        if self.source is None:
+            return self.program
+        ranges = None
+        if self.ranges is not None:
+            ranges = torch.empty(self.range_size, dtype=torch.int32, device=self.device)
+            lengths = self.numbers[3:5]
+            self.ranges(self.device_index, ranges, *self._named(self.source.range_arguments, captures), *lengths)
+        return (*self._named(self.source.arguments, captures),) or None, ranges
+
+    def _named(self, names: Sequence[str], captures: Sequence[Tensor]) -> Iterator[Any]:
+        for name in names:
+            number = self.numbers_of[name]
+            yield captures[int(name[3:])] if number is None else number
+
+
+def _number(name: str, captures: Sequence[Tensor], sizes: Sequence[int]) -> int | None:
+    """The value of CAP<slot>_S<dim>, CAP<slot>_N<dim> or SIZE<i>; None for CAP<slot>, the tensor itself."""
+    if name.startswith("SIZE"):
+        return sizes[int(name[4:])]
+    slot, _, which = name[3:].partition("_")
+    if not which:
+        return None
+    t, dim = captures[int(slot)], int(which[1:])
+    return t.stride(dim) if which[0] == "S" else t.shape[dim]
 
 
 def backward(
@@ -194,35 +263,75 @@ def attention_backward(
 
     Under ``torch.use_deterministic_algorithms`` equal operands give equal bits.
     """
+    prepared, operands = _prepared(grad_out, q, k, v, out, lse, (), sizes, program)
+    return prepared(*operands)
+
+
+def program_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
+    sizes: Sequence[int], program: str, wanted: Sequence[bool] = (),
+) -> list[Tensor | None]:  # fmt: skip
+    """[dq, dk, dv, *gradients of captured tensors] of a program that has a ProgramForm, with its default tiles.
+
+    Args:
+        wanted: for each captured tensor whether its gradient is asked for; one that the score reads has none here. The others
+            are None.
+    """
+    prepared, operands = _prepared(grad_out, q, k, v, out, lse, captures, sizes, program)
+    *grads, delta = prepared.with_delta(*operands, captures)
+    if not any(wanted):
+        return [*grads, *[None] * len(captures)]
+    delta = delta[:, : q.shape[2]].view(lse.shape)
+    return [*grads, *sink_gradients(lse, delta, k.shape[2], captures, sizes, AttentionSpec.parse(program), wanted)]
+
+
+def _prepared(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
+    sizes: Sequence[int], program: str,
+) -> tuple[Backward, tuple[Tensor, ...]]:  # fmt: skip
+    """The prepared kernels and the operands as they take them, copied where TMA could not read them."""
     tensors = (grad_out, q, k, v, out)
     if not all(_readable(t) for t in tensors):
-        grad_out, q, k, v, out = tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
+        tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
     if not lse.is_contiguous() or lse.data_ptr() % 16:
         lse = _copy(lse)
     deterministic = torch.are_deterministic_algorithms_enabled()
     key = (program, deterministic, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
+    if captures:
+        # Launches of one compiled kernel need pointers of one alignment.
+        key += tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in captures)
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
             _PREPARED.clear()
-        prepared = _PREPARED[key] = prepare(*tensors, sizes, program, deterministic)
-    return prepared(grad_out, q, k, v, out, lse)
+        prepared = _PREPARED[key] = prepare(*tensors, sizes, program, deterministic, captures)
+    return prepared, (*tensors, lse)
 
 
 def prepare(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sizes: Sequence[int], program: str,
-    deterministic: bool = False,
+    deterministic: bool = False, captures: Sequence[Tensor] = (),
 ) -> Backward:  # fmt: skip
     """The kernels of a program with default tiles; raises ValueError for a program without a form."""
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
+    more: dict[str, Any] = {}
+    heavy = False
+    if isinstance(form, str):
+        problem = problem_of(q, k, v, captures, sizes, [grad_out])
+        found = program_form_of(Program.of(spec, problem).spec)
+        if not isinstance(found, str):
+            form = found
+            source = source_of(spec, problem, [t.stride() for t in captures])
+            more = {"source": source, "captures": captures, "sizes": sizes}
+            heavy = source.heavy or q.shape[2] % _MOST_ROWS != 0 or k.shape[2] % _MOST_ROWS != 0
     if isinstance(form, str):
         raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
     low, high = form.band(q.shape[2], k.shape[2], sizes)
-    config = (CONFIGS if form.softcap is None else SOFTCAP_CONFIGS)[padded(q.shape[3])]
+    config = (SOFTCAP_CONFIGS if heavy or form.softcap is not None else CONFIGS)[padded(q.shape[3])]
     return Backward(
         grad_out, q, k, v, out, config, scale=form.scale, low=low, high=high, softcap=form.softcap, layout=spec.layout,
-        dead_zero=spec.dead_rows == "zero", deterministic=deterministic,
+        dead_zero=spec.dead_rows == "zero", deterministic=deterministic, **more,
     )  # fmt: skip
 
 

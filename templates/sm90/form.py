@@ -1,6 +1,7 @@
 """Which programs the Gluon kernels compute: scores scaled or soft-capped, under a mask that is a band of keys.
 
-Needs neither triton nor a GPU. :func:`form_of` reads the form out of a program, :meth:`Form.band` its run-time numbers.
+The backward for head dims up to 128 takes others too: :func:`program_form_of`. Needs neither triton nor a GPU.
+:func:`form_of` reads the form out of a program, :meth:`Form.band` its run-time numbers.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from fa_inductor.bounds import KvBounds
-from fa_inductor.expr import KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, Sym, call
+from fa_inductor.derivative import d_score
+from fa_inductor.expr import KV_IDX, KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, Load, Sym, call
 from fa_inductor.intervals import Linear, linear
-from fa_inductor.masks import split_mask
+from fa_inductor.masks import conjuncts, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.program import may_be_huge, pull_scale
+from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
+from fa_inductor.templates.sm90.ranges import finds
 
 #: Fewest queries and keys that the kernel takes.
 FEWEST = 256
@@ -28,6 +32,13 @@ FEWEST = 256
 LEAST_WORK = 6e10
 #: The same for the backward: there S512 took 0.600 and 0.550, causal 0.420 and 0.393.
 LEAST_BACKWARD_WORK = 5e10
+#: The same for a program with text of its own, where captured tensors are looked at first: 8 documents of 512 tokens (D128, 4
+#: batches of 4096, 16 heads: 5.2e10 as :data:`DOCUMENTS` counts) took 0.43 ms of the device, but 0.54 ms in compiled calls one
+#: after the other, and the general kernels 0.47; ALiBi (2.9e11) 1.55 and 1.90, sinks 1.46 and 1.82.
+LEAST_PROGRAM_WORK = 8e10
+#: A mask that compares queries with keys by more than their distance, as packed documents do, is taken to keep one score in so
+#: many.
+DOCUMENTS = 8
 _TILE = 128
 #: Beyond this an end of the band is beyond every key; it keeps the sums of the kernel within int32.
 _FAR = 2**30
@@ -96,6 +107,58 @@ def form_of(spec: AttentionSpec) -> Form | str:
     return Form(scale, softcap, tuple(x for x in lows if x), tuple(x for x in highs if x))
 
 
+@dataclass(frozen=True)
+class ProgramForm(Form):
+    """``where((low <= kv_idx - q_idx <= high) & rest, logit, -inf)`` with a logit of any kind, of which ``scale`` is a factor.
+
+    Attributes:
+        rest: what masks beside the band.
+        plain: whether the logit is that of a :class:`Form`, ``f(score) * scale``.
+    """
+
+    rest: Expr = TRUE
+    plain: bool = True
+
+    def kept(self, queries: int, keys: int) -> float:
+        atoms = conjuncts(self.rest) if self.rest != TRUE else []
+        compares = any(_differs(a) and finds(a) for a in atoms)
+        return super().kept(queries, keys) / (DOCUMENTS if compares else 1)
+
+
+@lru_cache(maxsize=512)
+def program_form_of(spec: AttentionSpec) -> ProgramForm | str:
+    """The form of a program whose captured tensors the backward kernel reads, or why it has none."""
+    if spec.dropout_p:
+        return "dropout is active"
+    masked = split_mask(spec.score)
+    if masked.fill is not None and masked.fill_value != -math.inf:
+        return f"masked logits are {masked.fill}"
+    if may_be_huge(spec.score):
+        return "logits may be huge"
+    body, scale = pull_scale(masked.live)
+    if pull_scale(spec.score)[1] != scale:
+        return f"the logit is {masked.live}"
+    softcap = None
+    if isinstance(body, Call) and body.fn == "tanh" and pull_scale(body.args[0])[0] == SCORE:
+        body, softcap = pull_scale(body.args[0])
+    plain = body == SCORE
+    if masked.fill is None or masked.keep == TRUE:
+        return ProgramForm(scale, softcap, (), (), TRUE, plain)
+    lows: list[Linear] = []
+    highs: list[Linear] = []
+    rest: list[Expr] = []
+    for atom in conjuncts(normalise(masked.keep)):
+        found = KvBounds.of(atom)
+        ends = [_offset(e, 0) for e in found.lower], [_offset(e, -1) for e in found.upper]
+        if not found.rest and None not in ends[0] + ends[1]:
+            lows += [x for x in ends[0] if x]
+            highs += [x for x in ends[1] if x]
+        else:
+            rest.append(atom)
+    keep = reduce(lambda x, y: call("and_", x, y), rest, TRUE)
+    return ProgramForm(scale, softcap, tuple(lows), tuple(highs), keep, plain)
+
+
 def _offset(end: Expr, by: int) -> Linear | None:
     """``end - q_idx + by`` as a sum of sizes, None where it is none."""
     found = linear(call("add", call("sub", end, Q_IDX), Const(by)))
@@ -134,18 +197,101 @@ def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, querie
 
 
 def backward_refusal(
-    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int
+    spec: AttentionSpec,
+    dtype: str,
+    qk_dim: int,
+    v_dim: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    grad_slots: tuple[int, ...] = (),
+    deterministic: bool = False,
 ) -> str:
-    """Why the backward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`."""
+    """Why the backward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`.
+
+    Args:
+        grad_slots: captured tensors whose gradient is wanted. deterministic: whether sums must be taken in a fixed order.
+    """
     if padded(qk_dim) > 128 and padded(v_dim) != padded(qk_dim):
         # There dQ leaves through the buffers of dO's tiles, which must be as wide.
         return f"the head dims are {qk_dim} and {v_dim}"
+    form = form_of(spec)
+    if isinstance(form, str):
+        form = program_form_of(spec)
+        if isinstance(form, str):
+            return form
+        reason = _program_refusal(spec, form, padded(qk_dim), grad_slots, deterministic)
+        if reason:
+            return reason
+        return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_PROGRAM_WORK, form)
     return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_BACKWARD_WORK)
 
 
-def _refusal(
-    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int, least_work: float
+#: What the backward computes of a score without losing to the general kernels: at most so many terms that differ from score
+#: to score, the derivative's among them, of these functions. On an H200 (D128 S4k causal, TFLOP/s of the general kernels and of
+#: this one): clipped scores, 12 terms, 122 and 206; tanh and ALiBi, 10 terms, 215 and 304; erf, 7 terms, 183 and 232; but log1p,
+#: 9 terms, 115 and 107, sine and cosine, 14 terms, 71 and 43.
+MOST_TERMS = 12
+_CHEAP = frozenset({
+    "add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "where", "relu", "lt", "le", "gt", "ge", "eq", "ne", "and_",
+    "or_", "not_", "tanh", "sigmoid", "erf", "exp", "exp2", "cast_float", "cast_int", "cast_bool",
+})  # fmt: skip
+
+
+def _program_refusal(
+    spec: AttentionSpec, form: ProgramForm, padded_dim: int, grad_slots: tuple[int, ...], deterministic: bool
 ) -> str:
+    """Why the backward kernel does not take a program with a form, "" where it does."""
+    if padded_dim > 128:
+        return "above head dim 128 scores are computed under a band alone"
+    live = split_mask(spec.score).live
+    for load in (n for n in spec.score.walk() if isinstance(n, Load)):
+        if load.slot in grad_slots:
+            return f"the gradient of {load} is summed by the general kernel"
+        if load.index[-2:] != (Q_IDX, KV_IDX) and load.depends_on(Q_IDX) and load.depends_on(KV_IDX):
+            return f"{load} is gathered for every score"
+    for load in (n for n in live.walk() if isinstance(n, Load) and n.depends_on(Q_IDX)):
+        if load.depends_on(KV_IDX):
+            # 134 TFLOP/s against 266 for a bf16 factor of every score.
+            return f"the logit reads {load} for every score"
+        if padded_dim > 64:
+            # 251 against 294; at head dim 64 305 against 223.
+            return f"the logit reads {load} for every query, which takes more registers than there are"
+    terms = dict.fromkeys(n for e in (live, d_score(live)) for n in e.walk() if isinstance(n, Call) and _differs(n))
+    strange = sorted({n.fn for n in terms} - _CHEAP)
+    if strange or len(terms) > MOST_TERMS:
+        return f"the logit has {strange[0] if strange else f'{len(terms)} terms'}, which takes more registers than there are"
+    for atom in () if form.rest == TRUE else conjuncts(form.rest):
+        tiles = any(isinstance(n, Load) and n.index[-2:] == (Q_IDX, KV_IDX) for n in atom.walk())
+        if tiles and padded_dim == 64:
+            return f"{atom} is read for every score"
+        if not tiles and not finds(atom):
+            # The general kernels may skip tiles by it.
+            return f"the tiles that the mask leaves are not found: {atom}"
+    if deterministic and (form.rest != TRUE or not form.plain):
+        # The order of the additions to dQ holds for bands, and without it masked tiles would be visited too. Other logits spill
+        # more there, and were not timed.
+        return "sums in a fixed order are taken of scores under a band alone"
+    printer = ScorePrinter()
+    try:
+        for e in (spec.score, d_score(spec.score)):
+            printer.emit(e)
+    except Unprintable as e:
+        return str(e)
+    if any("tl.full(" in line for line in [*printer.lines, *printer.names.values()]):
+        return "a constant is out of int32's or of float32's normal range"
+    return ""
+
+
+def _differs(e: Expr) -> bool:
+    """Whether a term is another for each score."""
+    return e.depends_on(SCORE) or (e.depends_on(Q_IDX) and e.depends_on(KV_IDX))
+
+
+def _refusal(
+    spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int, least_work: float,
+    form: Form | None = None,
+) -> str:  # fmt: skip
     if dtype not in ("bfloat16", "float16"):
         return f"operands are {dtype}"
     if qk_dim % 8 or v_dim % 8:
@@ -154,10 +300,10 @@ def _refusal(
         return f"the head dims are {qk_dim} and {v_dim}"
     if min(queries, keys) < FEWEST:
         return f"{queries} queries and {keys} keys are few"
-    form = form_of(spec)
-    if isinstance(form, str):
-        return form
-    work = 2.0 * (qk_dim + v_dim) * heads * (form.kept(queries, keys) + _TILE * queries)
+    found = form or form_of(spec)
+    if isinstance(found, str):
+        return found
+    work = 2.0 * (qk_dim + v_dim) * heads * (found.kept(queries, keys) + _TILE * queries)
     if work < least_work:
         return f"{work / 1e9:.1f} GFLOP do not hide the launch from Python"
     return ""

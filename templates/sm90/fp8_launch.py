@@ -36,9 +36,11 @@ class Fp8Config:
     two_levels: bool = True
 
 
-#: By padded head dim of queries and keys. At 256 two levels do not fit the registers.
+#: By padded head dim of queries and keys. At 256 two levels do not fit the registers. TFLOP/s on an H200 in one run, 4096 keys,
+#: unmasked and causal: D64 520 and 464; in turns 501 and 460, with three consumers of 160 registers 512 and 347. D128 816 and 739;
+#: with every fourth exponential as a polynomial 817 and 725.
 CONFIGS = {
-    64: Fp8Config(128, 2),
+    64: Fp8Config(128, 2, ping_pong=False),
     128: Fp8Config(128, 2),
 }
 

@@ -35,6 +35,41 @@ def tma_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
+# What a score program computes, where it is more than a scale, a softcap and a band. A module that
+# :mod:`fa_inductor.templates.sm90.program_source` generates holds this file's text and, after it, definitions of its own of
+# these four. ``score`` is S^T [64, ROWS], ``q_idx`` [1, ROWS] and ``kv_idx`` [64, 1] lie within the lengths.
+
+
+@gluon.jit
+def score_values(b_idx, h_idx, kv_idx, Q_LEN, KV_LEN, captures):
+    """What depends on no query: once a head."""
+    return (0,)
+
+
+@gluon.jit
+def score_rows(b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, values):
+    """What is loaded for a tile."""
+    return (0,)
+
+
+@gluon.jit
+def score_logit(score, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, values, rows):
+    """The logit over ``scale``, not masked."""
+    return score
+
+
+@gluon.jit
+def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures):
+    """``logit``, or -inf where the program masks it by more than a band."""
+    return logit
+
+
+@gluon.jit
+def score_slope(p, score, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, values, rows):
+    """``p`` times d logit / d score over ``factor``."""
+    return p
+
+
 @gluon.constexpr_function
 def dq_columns(rows, qk_dim):
     """Columns of the half of dQ's tile that a consumer computes: of 64 rows the half, of 128 rows all of 64."""
@@ -92,6 +127,18 @@ def query_tiles(
 
 
 @gluon.jit
+def within(first, full_first, full_end, end, ranges, n_first, b, q_len, kv_len, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """What RANGES [B, key tiles, 4] leave of the tiles of :func:`query_tiles`: of all, at least one, and of the full ones."""
+    if ranges is not None:
+        at = ranges + 4 * (b * ((kv_len + KEYS - 1) // KEYS) + n_first // KEYS)
+        first = gl.minimum(gl.maximum(first, gl.load(at)), (q_len + ROWS - 1) // ROWS - 1)
+        end = gl.maximum(gl.minimum(end, gl.load(at + 1)), first + 1)
+        full_first = gl.minimum(gl.maximum(gl.maximum(full_first, first), gl.load(at + 2)), end)
+        full_end = gl.minimum(gl.maximum(gl.minimum(full_end, gl.load(at + 3)), full_first), end)
+    return first, full_first, full_end, end
+
+
+@gluon.jit
 def order_of(
     n_first, first_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
     EVEN: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
@@ -124,13 +171,16 @@ def visited(t, first, end, first_first, DETERMINISTIC: gl.constexpr):
 @gluon.jit
 def producer(
     work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group, ranges,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     SKIP: gl.constexpr, EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
-    first, _full_first, _full_end, end = query_tiles(
+    first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
+    first, _full_first, _full_end, end = within(
+        first, full_first, full_end, end, ranges, n_first, b, q_len, kv_len, ROWS, 128
     )
     mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
@@ -158,10 +208,11 @@ def producer(
 @gluon.jit
 def step(
     i, m, edge, b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_first, kv_len, low, high,
-    W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
+    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_first, q_len, kv_len, low,
+    high, captures, values, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr,
+    SELECT: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(Next scores, dK, dV): add what the queries from ``m`` of head ``h``, load ``i``, contribute; ``s`` are their scores."""
@@ -169,14 +220,28 @@ def step(
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     q = q_smem.index(stage).reshape([ROWS, QK_DIM])
     do = do_smem.index(stage).reshape([ROWS, V_DIM])
+    if PROGRAM or MASKED:
+        query = m + gl.arange(0, ROWS, layout=ROW)
+        if not EVEN_Q:
+            query = gl.minimum(query, q_len - 1)
+        at_q = query[None, :]
+        at_kv = keys_from(kv_first, kv_len, S_LAYOUT)
+    if PROGRAM:
+        loaded = score_rows(b, h, at_q, at_kv, q_len, kv_len, captures, values)
     mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
     zero = gl.zeros([64, ROWS], gl.float32, S_LAYOUT)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = lse_smem.index(stage).reshape([ROWS]).load(ROW)
     if SOFTCAP:
         s = tanh(s * cap)
-    if HAS_HIGH or HAS_LOW or not EVEN:  # noqa: SIM102 - one at compile time, one at run time
+    score = s
+    if PROGRAM:
+        s = score_logit(score, b, h, at_q, at_kv, q_len, kv_len, captures, values, loaded)
+    # ruff: noqa: SIM102 - one at compile time, one at run time
+    if HAS_HIGH or HAS_LOW or not EVEN or not EVEN_Q or MASKED:
         if edge:
+            if MASKED:
+                s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
             kv_idx = kv_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
             q_idx = m + gl.arange(0, ROWS, layout=ROW)
             if HAS_HIGH:
@@ -185,16 +250,20 @@ def step(
                 s = gl.where(kv_idx[:, None] >= (q_idx + low)[None, :], s, -float("inf"))
             if not EVEN:
                 s = gl.where((kv_idx < kv_len)[:, None], s, -float("inf"))
+            if not EVEN_Q:
+                s = gl.where((q_idx < q_len)[None, :], s, -float("inf"))
     p = gl.exp2(s * scale - lse[None, :])
     p_cast = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
     if SOFTCAP:
         # The slope of tanh; a masked score is -inf, whose slope is 0.
         p = p * (1.0 - gl.minimum(s * s, 1.0))
+    if PROGRAM:
+        p = score_slope(p, score, b, h, at_q, at_kv, q_len, kv_len, captures, values, loaded)
     delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     dv_token = warpgroup_mma(p_cast, do, dv, is_async=True)
     ds = p * (dp - delta[None, :])
-    if not SKIP:
+    if not SKIP or SELECT:
         # p may be NaN where the score is masked.
         ds = gl.where(s == -float("inf"), 0.0, ds)
     ds = ds.to(q.dtype)
@@ -226,6 +295,12 @@ def step(
         add_dq(dq_desc, dq_smem.index(W), b, h, m, W, ROWS, QK_DIM)
     # Nothing stays under way from one turn of the loop to the next: the assembler would serialise all products.
     return warpgroup_mma_wait(0, deps=[s_token]), dk, dv
+
+
+@gluon.jit
+def keys_from(kv_first, kv_len, S_LAYOUT: gl.constexpr):
+    """The keys of a consumer [64, 1]; those past the end repeat the last one."""
+    return gl.minimum(kv_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), kv_len - 1)[:, None]
 
 
 @gluon.jit
@@ -293,10 +368,11 @@ def writer(
 def consumer(
     W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
     dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len,
-    low, high, num_kv_heads, total_heads, group,
+    low, high, num_kv_heads, total_heads, group, captures, ranges,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr, SELECT: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(ROWS)
     DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
@@ -305,6 +381,9 @@ def consumer(
     n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
     first, full_first, full_end, end = query_tiles(
         n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
+    )
+    first, full_first, full_end, end = within(
+        first, full_first, full_end, end, ranges, n_first, b, q_len, kv_len, ROWS, 128
     )
     kv_first = n_first + W * 64
     k_all = k_smem.reshape([128, QK_DIM])
@@ -319,18 +398,32 @@ def consumer(
     last = group * (end - first) - 1
     h = kv_head * group
     t = first
+    values = (0,)
+    if PROGRAM:
+        values = score_values(b, h, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
     for i in range(last + 1):
         tile = visited(t, first, end, first_first, DETERMINISTIC)
+        edge = (tile < full_first) | (tile >= full_end)
+        if not EVEN_Q:
+            edge |= (tile + 1) * ROWS > q_len
+        if MASKED:
+            if ranges is None:
+                edge = True
         s, dk, dv = step(
-            i, tile * ROWS, (tile < full_first) | (tile >= full_end), b, h, last, dq_desc, k_all, k, v, q_smem, do_smem,
+            i, tile * ROWS, edge, b, h, last, dq_desc, k_all, k, v, q_smem, do_smem,
             lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s,
-            dk, dv, scale, cap, kv_first, kv_len, low, high, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP,
-            HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
+            dk, dv, scale, cap, kv_first, q_len, kv_len, low, high, captures, values, W, ROWS, STAGES, QK_DIM, V_DIM,
+            DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT, S_LAYOUT, DK_LAYOUT,
+            DV_LAYOUT, DQ_LAYOUT,
         )  # fmt: skip
         t += 1
         if t == end:
             t = first
             h += 1
+            if PROGRAM:
+                # There is no head after the last one.
+                own = gl.minimum(h, kv_head * group + group - 1)
+                values = score_values(b, own, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
     # dQ's buffer is this consumer's own, and wide enough for 64 rows of dV, then of dK.
     if DETERMINISTIC:
         mbarrier.wait(dq_empty.index(0), (last // 2) & 1)
@@ -352,17 +445,20 @@ def consumer(
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_kv_heads", "total_heads", "group"])
 def flash_backward(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap, factor,
-    q_len, kv_len, low, high, num_kv_heads, total_heads, group, turns,
+    q_len, kv_len, low, high, num_kv_heads, total_heads, group, turns, captures, ranges,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, REGISTERS: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr, SELECT: gl.constexpr,
 ):  # fmt: skip
     """dK, dV, and dQ divided by ``factor``, of ``softmax(band(f(q k^T)) * scale) v``; ``scale`` includes log2(e).
 
     Descriptors over [B, H, L, D]: Q [1, 1, ROWS, QK_DIM], dO [1, 1, ROWS, V_DIM], K, dK [1, 1, 64, QK_DIM],
     V, dV [1, 1, 64, V_DIM], dQ [1, 1, 64, dq_columns] float32, zero at the start; over [B * Hq, M padded to tiles]: LSE and DELTA
     [1, ROWS] float32. Launched with ceil(kv_len / 128) * total_heads programs of 4 warps, total_heads = B * Hkv.
-    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers. With DETERMINISTIC ``turns`` is
+    ROWS is 64, or 128 where QK_DIM is 64: what fits the registers. Of a module with a score program of its own (PROGRAM, or
+    MASKED where only the mask is more than a band) ``captures`` are what that text names, and ``ranges`` the tiles that the
+    mask leaves, as in :func:`within`, or None; EVEN_Q: whether tiles end with the queries; SELECT: whether the derivative of a
+    masked score may be no number. With DETERMINISTIC ``turns`` is
     int32[1 + B * Hq * ceil(q_len / ROWS)], zero at the start, else None.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -405,19 +501,19 @@ def flash_backward(
             (consumer, (
                 0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
-                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
+                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (consumer, (
                 1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
-                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
+                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (producer, (
                 work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
                 delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
-                total_heads, group, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+                total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
             )),
             (writer, (
                 0, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
@@ -433,18 +529,18 @@ def flash_backward(
             (consumer, (
                 0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
-                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
+                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (consumer, (
                 1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, ROWS, STAGES, SECTION, QK_DIM,
-                V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
+                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (producer, (
                 work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
                 delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
-                total_heads, group, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+                total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

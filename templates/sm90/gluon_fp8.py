@@ -6,7 +6,9 @@ weights are quantised in registers and are at once the left operand of the produ
 
 The scales of q and k and the scale of the softmax make one factor a row and tile. Weights are exp2(logit - max + shift), where
 the shift makes them as large as e4m3 takes, less what a block of V is scaled lower than the largest block so far (``v_top``);
-the sum of weights is shifted back. With TWO_LEVELS each tile's product is added to the output outside of the tensor cores.
+the sum of weights is shifted back. With TWO_LEVELS each tile's product is added to the output outside of the tensor cores: these
+keep, of 32 products and the sum so far, 13 bits below the leading one of the largest, and cut off the rest (measured on an H200).
+Over a tile of 128 keys that takes at most 33 * 2.5 * 2^-13 = 1.0 % from a sum of equal signs, 0.4 % were measured.
 """
 
 from triton.experimental import gluon
@@ -51,6 +53,30 @@ def unpack(words, KEYS: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def log2(x):
+    """Of a normal positive number."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def inverse(x):
+    """1 / x of a normal number."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def partial_sums(p, KEYS: gl.constexpr):
+    """Sums [64, 4] of the weights [64, KEYS] that a thread holds, four threads a row."""
+    return gl.sum(gl.sum(p.reshape([64, KEYS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def column(x, matrix):
+    """x [N] as [N, 1], in the layout of ``matrix`` [N, ...]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, matrix.type.layout))[:, None]
+
+
+@gluon.jit
 def moved(words):
     """The same words in other registers. The weights of a tile are computed while a product reads those of the tile before;
     ptxas serialises every product of a kernel that writes them where those are, so they are moved there once it is done."""
@@ -61,10 +87,13 @@ def moved(words):
 def softmax(
     s, m, denom, factor, scale, v_top, v_scale, row_first, n, kv_len, low, high,
     EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile of products into weights: (p in e4m3, maximum, sum, largest scale of V, what the earlier output is multiplied
-    with). ``factor`` [64]: makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are."""
+    """One tile of products into weights.
+
+    Returns (p in e4m3, maximum, partial sums, largest scale of V, what the earlier output is multiplied with). ``factor`` [64]:
+    makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are.
+    """
     s = s.to(gl.float32)
     if SOFTCAP:
         s = tanh(s * factor[:, None])
@@ -79,7 +108,7 @@ def softmax(
             s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
     v_new = gl.maximum(v_top, v_scale)
     # 448, as a power of two.
-    shift = gl.log2(v_scale / v_new) + 8.807354922057604
+    shift = log2(v_scale) - log2(v_new) + 8.807354922057604
     if SOFTCAP:
         m_new = gl.maximum(m, gl.max(s, 1) * scale)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -89,8 +118,8 @@ def softmax(
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
         p = gl.exp2(s * factor[:, None] - (m_safe - shift)[:, None])
     alpha = gl.exp2(m - m_safe)
-    denom = denom * alpha + gl.sum(p, 1) * gl.exp2(-shift)
-    return pack(p, KEYS), m_new, denom, v_new, alpha * (v_top / v_new)
+    denom = denom * column(alpha, denom) + partial_sums(p, KEYS) * gl.exp2(-shift)
+    return pack(p, KEYS), m_new, denom, v_new, alpha * (v_top * inverse(v_new))
 
 
 @gluon.jit
@@ -130,8 +159,11 @@ def step(
     mbarrier.arrive(k_empty.index(stage))
     p, m, denom, v_top, alpha_new = softmax(
         s, m, denom, row_factor * k_scale, scale, v_top, v_scale, row_first, n, kv_len, low, high,
-        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, P_LAYOUT,
+        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
+    # ptxas puts the exponentials behind the wait for the product that they should overlap; over a loop it does not move them.
+    # So here is the loop of a wait on a barrier that is complete already.
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     done = warpgroup_mma_wait(0, deps=[o_token])
     p = moved(p)
     mbarrier.arrive(v_empty.index(before))
@@ -166,7 +198,7 @@ def consumer(
         first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        denom = partial_sums(gl.zeros([64, KEYS], gl.float32, S_LAYOUT), KEYS)
         acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
         rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         row_base = (b * num_heads + h).to(gl.int64) * q_len
@@ -187,7 +219,7 @@ def consumer(
         mbarrier.arrive(k_empty.index(loaded % STAGES))
         p, m, denom, v_top, alpha = softmax(
             s, m, denom, row_factor * k_scale, scale, v_top, v_top, row_first, (end - 1) * KEYS, kv_len, low, high,
-            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, P_LAYOUT,
+            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
         )  # fmt: skip
         if HAS_HIGH or not EVEN:
             for j in range(1, end - full_end):
@@ -229,6 +261,7 @@ def consumer(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(last % STAGES))
 
+        denom = gl.convert_layout(gl.sum(denom, 1), gl.SliceLayout(1, S_LAYOUT))
         gl.store(lse + row_base + rows, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
         if DEAD_ZERO:
             denom = gl.where(denom == 0.0, 1.0, denom)

@@ -55,15 +55,24 @@ def operands(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) 
     return [torch.randn(b, length, h, d, device="cuda", dtype=dtype).transpose(1, 2) for length, h, d in parts]
 
 
+def slope(program: str) -> float:
+    """The largest change of a logit with its score."""
+    return 1.0 if "tanh" in program else 0.2 if "0.2" in program else 0.1
+
+
 def check(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, format: str, program: str, exact: Any = None) -> None:
-    """Against the cast operands: the weights alone are rounded besides."""
-    small = [t.double() for t in fp8.rounded(q, k, v, format)]
+    """Against what the kernel's own cast made of the operands: the weights alone are rounded besides."""
+    small = [t.double() for t in fp8.widened(quantise(q, k, v, format))]
     captures, sizes = exact or ([], [])
     want, want_lse = reference.attention(*small, captures, sizes, AttentionSpec.parse(program))
     kept = torch.isfinite(want_lse)
     assert families.error(out[kept], want[kept]) < 0.035
-    # A last bit of the rotation's sums moves a rounding here and there.
-    torch.testing.assert_close(lse.double()[kept], want_lse.double()[kept], rtol=0.0, atol=1e-3 if format == "e4m3" else 5e-3)
+    # Products of integers are exact. Of 32 products of e4m3 and the sum so far, tensor cores of sm_90 keep 13 bits below the
+    # largest one's first and cut off the rest. What D + D / 32 addends lose, about a third of a unit each and of either sign,
+    # adds up to about a unit of the largest score for D = 128; four of them are allowed.
+    scores = small[0] @ small[1].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
+    drift = 0.0 if format == "int8-e4m3" else 4 * 2.0**-13 * slope(program) * scores.abs().max().item()
+    torch.testing.assert_close(lse.double()[kept], want_lse.double()[kept], rtol=1e-5, atol=1e-5 + drift)
     assert torch.equal(torch.isnan(out), torch.isnan(want))
 
 
@@ -75,8 +84,8 @@ def test_cast(dim: int, format: str) -> None:
     made, want = quantise(q, k, v, format), fp8.cast_operands(q, k, v, format)
     for got, true in zip(made.tensors()[:3], want.tensors()[:3], strict=True):
         assert torch.isfinite(got.float()).all()
-        # A quotient of two short numbers is often half way between two of e4m3; a GPU's division may be a last bit off.
-        assert (got.float() != true.float()).float().mean() < 5e-3
+        # A last bit of the rotation's sums moves a rounding here and there.
+        assert (got.float() != true.float()).float().mean() <= (0.0 if format == "e4m3" else 1e-3)
     for got, true in zip(made.tensors()[3:], want.tensors()[3:], strict=True):
         torch.testing.assert_close(got, true, rtol=1e-5, atol=0.0)
 
@@ -87,12 +96,13 @@ def test_gluon(name: str, dims: tuple[int, int]) -> None:
     hopper()
     program = f"attention({PROGRAMS[name]})"
     for i, shape in enumerate(SHAPES):
-        format, dtype = fp8.FORMATS[i % 3], (torch.bfloat16, torch.float16)[i % 2]
+        dtype = (torch.bfloat16, torch.float16)[i % 2]
         q, k, v = operands(shape, dims, dtype)
-        for _ in range(2):  # the second call goes past the jit to the compiled kernel
-            out, lse = fp8_launch.attention(q, k, v, [], program, format)
-        assert out.dtype == dtype
-        check(out, lse, q, k, v, format, program)
+        for format in (fp8.FORMATS[i % 2], "int8-e4m3"):
+            for _ in range(2):  # the second call goes past the jit to the compiled kernel
+                out, lse = fp8_launch.attention(q, k, v, [], program, format)
+            assert out.dtype == dtype
+            check(out, lse, q, k, v, format, program)
 
 
 @pytest.mark.parametrize("format", fp8.FORMATS)
@@ -176,11 +186,14 @@ def test_without_the_option_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_many_keys_add_up() -> None:
-    """The tensor cores of sm_90 add FP8 products with fewer bits; that shows no worse with many keys."""
+    """The tensor cores of sm_90 add FP8 products with few bits; that shows no worse with many keys."""
     hopper()
     q, k, v = (torch.randn(1, 2, 16384, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     v += 1.0  # a mean that must not drift
     few, program = q[:, :, :256], "attention(score=score * 0.088)"
     out, _ = fp8_launch.attention(few, k, v, [], program, "e4m3")
-    want, _ = reference.attention(few.double(), k.double(), v.double(), [], [], AttentionSpec.parse(program))
-    assert abs((out.double() - want).mean().item()) < 2e-3
+    small = [t.double() for t in fp8.widened(quantise(few, k, v, "e4m3"))]
+    want, _ = reference.attention(*small, [], [], AttentionSpec.parse(program))
+    # Sums in the tensor cores are of one tile of 128 keys, four steps of 32 products and the sum so far. A step cuts off at most
+    # 33 units of 2^-13 of the sum, which has grown to 1/4 ... 4/4: 33 * 2.5 * 2^-13 = 1.0 % of it, half of that on average.
+    assert -0.01 < (out.double() - want).mean().item() < 1e-3

@@ -18,10 +18,81 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
 from fa_inductor.templates.sm90 import backward_launch, form, launch
 from tests.gpu.test_gluon import PROGRAMS, SHAPES, attend, causal, random_band
+from tests.templates import families
 
 pytestmark = pytest.mark.gpu
 
 TAKEN = f"{select.HOPPER} was chosen"
+CAUSAL = "q_idx >= kv_idx"
+
+
+def _slopes(_batch: int, heads: int, _m: int, _n: int) -> list[Tensor]:
+    return [torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])]
+
+
+def _documents(batch: int, _heads: int, m: int, n: int) -> list[Tensor]:
+    """Of random lengths; the last batch is one document."""
+    ids = (torch.rand(batch, max(m, n)) < 0.01).long().cumsum(1)
+    ids[-1] = 7
+    return [ids]
+
+
+def _padding(batch: int, _heads: int, _m: int, n: int) -> list[Tensor]:
+    keep = torch.ones(batch, n, dtype=torch.bool)
+    keep[0, : n // 3] = False
+    keep[1:, n - n // 4 :] = False
+    return [keep]
+
+
+def _lengths(batch: int, _heads: int, _m: int, n: int) -> list[Tensor]:
+    return [torch.randint(0, n + 1, (batch,))]
+
+
+def _rows(batch: int, heads: int, m: int, n: int) -> list[Tensor]:
+    return [torch.rand(batch, m) + 0.5, torch.rand(heads, n) + 0.5]
+
+
+def _tile(batch: int, _heads: int, m: int, n: int) -> list[Tensor]:
+    keep = torch.rand(batch, 1, m, n) < 0.7
+    keep[:, :, m // 2] = False
+    return [keep]
+
+
+def _buckets(batch: int, heads: int, m: int, _n: int) -> list[Tensor]:
+    return [torch.rand(heads, 8) + 0.5, torch.randint(0, 8, (batch, m))]
+
+
+#: Programs with captured tensors or a logit of their own, and what draws the tensors for (batch, heads, queries, keys).
+CAPTURED: dict[str, tuple[str, Callable[[int, int, int, int], list[Tensor]] | None]] = {
+    "alibi": (f"score=where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", _slopes),
+    "alibi_both_sides": ("score=score * 0.1 - f0[h] * cast_float(abs(kv_idx - q_idx))", _slopes),
+    "alibi_window": (
+        f"score=where(({CAUSAL}) & (q_idx - kv_idx < 100), score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", _slopes
+    ),
+    "documents": (f"score=where(({CAUSAL}) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.1, -inf)", _documents),
+    "documents_both_sides": ("score=where(i0[b, q_idx] == i0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _documents),
+    "documents_before": ("score=where(i0[b, q_idx] >= i0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _documents),
+    "padding": (f"score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.1, -inf)", _padding),
+    "padding_zero": ("score=where(m0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _padding),
+    "padding_causal_zero": (f"score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _padding),
+    "lengths": (f"score=where(({CAUSAL}) & (kv_idx < i0[b]), score * 0.1, -inf), dead_rows='zero'", _lengths),
+    "prefix": (f"score=where(({CAUSAL}) | (kv_idx < i0[b]), score * 0.1, -inf)", _lengths),
+    "chunks": (f"score=where(({CAUSAL}) & (kv_idx // 96 == q_idx // 96), score * 0.1, -inf)", None),
+    "softcap_documents": (
+        f"score=where(({CAUSAL}) & (i0[b, q_idx] == i0[b, kv_idx]), tanh(score * 0.02) * 20.0, -inf), dead_rows='zero'",
+        _documents,
+    ),
+    "softcap_alibi": (
+        f"score=where({CAUSAL}, tanh(score * 0.02) * 20.0 + f0[h] * cast_float(kv_idx - q_idx), -inf)", _slopes
+    ),
+    "sinks": (f"score=where({CAUSAL}, score * 0.1, -inf), sinks=[f0[h]]", _slopes),
+    "sinks_window": (f"score=where(({CAUSAL}) & (q_idx - kv_idx < 100), score * 0.1, -inf), sinks=[f0[h]]", _slopes),
+    "temperature": (f"score=where({CAUSAL}, score * f0[h], -inf)", _slopes),
+    "by_row_and_key": (f"score=where({CAUSAL}, score * f0[b, q_idx] * f1[h, kv_idx], -inf)", _rows),
+    "buckets": (f"score=where({CAUSAL}, score * f0[h, i1[b, q_idx]], -inf)", _buckets),
+    "mask_of_every_score": ("score=where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", _tile),
+    "clipped": ("score=minimum(maximum(score * 0.3, -1.0), 1.0)", None),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +100,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FEWEST", 1)  # short sequences test the same code
     monkeypatch.setattr(form, "LEAST_WORK", 0.0)
     monkeypatch.setattr(form, "LEAST_BACKWARD_WORK", 0.0)
+    monkeypatch.setattr(form, "LEAST_PROGRAM_WORK", 0.0)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Gluon kernels are for compute capability 9.0")
 
@@ -66,6 +138,70 @@ def test_values(name: str, dims: tuple[int, int]) -> None:
     for i, shape in enumerate(SHAPES):
         layout = ", layout='bmhd'" if i % 2 else ""
         check(f"attention({PROGRAMS[name]}{layout})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [100])
+
+
+def check_captured(name: str, shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, sinks: bool = False) -> None:
+    """Gradients at most twice as far from float64 as eager code of the operands' precision; with ``sinks`` theirs too."""
+    text, draw = CAPTURED[name]
+    q, k, v, grad = tensors(shape, dims, dtype)
+    b, h, _, m, n = shape
+    captures = [c.cuda() for c in draw(b, h, m, n)] if draw else []
+    spec = AttentionSpec.parse(f"attention({text})")
+    doubles = [c.double() if c.is_floating_point() else c for c in captures]
+    exact = [t.double() for t in (q, k, v)]
+    out, lse = reference.attention(*exact, doubles, [], spec)
+    wanted = [sinks and c.is_floating_point() for c in captures]
+    want = reference.attention_grads(grad.double(), *exact, doubles, [], spec, [True] * 3 + wanted)
+    operands = families.Operands(q, k, v, grad, captures)
+    _, other = families.eager(operands, spec, [])
+    program = f"attention({text})"
+    found = backward_launch.program_backward(grad, q, k, v, out.to(dtype), lse.float(), captures, [], program, wanted)
+    floor = 1e-3 * math.sqrt(dims[0])
+    for i, (ours, true) in enumerate(zip(found, want, strict=True)):
+        if true is None:
+            assert ours is None
+            continue
+        nan = torch.isnan(true)
+        assert ours is not None
+        assert torch.equal(torch.isnan(ours), nan), (name, i)
+        theirs = other[i]
+        assert theirs is not None
+        error, yardstick = (torch.where(nan, 0.0, x.double() - true).norm() for x in (ours, theirs))
+        limit = 2.0 * yardstick + 2.0 * torch.finfo(dtype).eps * torch.where(nan, 0.0, true).norm() + floor
+        assert error <= limit, (name, i, shape, error.item(), yardstick.item(), true.norm().item())
+
+
+@pytest.mark.parametrize(("dims", "shapes"), [((64, 64), (1, 5)), ((128, 128), (0, 1, 2, 3, 4)), ((96, 64), (2, 4))])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured(name: str, dims: tuple[int, int], shapes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for i in shapes:
+        shape = SHAPES[i]
+        check_captured(name, shape, dims, (torch.bfloat16, torch.float16)[i % 2])
+
+
+@pytest.mark.parametrize("name", ["sinks", "sinks_window"])
+def test_gradients_of_sinks(name: str) -> None:
+    torch.manual_seed(0)
+    for i, shape in enumerate(SHAPES):
+        check_captured(name, shape, (128, 128), (torch.bfloat16, torch.float16)[i % 2], sinks=True)
+
+
+@pytest.mark.parametrize("name", ["alibi", "sinks", "temperature"])
+def test_deterministic_captured(name: str, deterministic: None) -> None:
+    torch.manual_seed(0)
+    for i, shape in enumerate(SHAPES):
+        check_captured(name, shape, (128, 128), (torch.bfloat16, torch.float16)[i % 2])
+    text, draw = CAPTURED[name]
+    assert draw is not None
+    q, k, v, grad = tensors((2, 16, 8, 1500, 1900), (128, 128), torch.bfloat16)
+    captures = [c.cuda() for c in draw(2, 16, 1500, 1900)]
+    out, lse = (torch.rand_like(q), torch.rand(q.shape[:3], device="cuda") + 5.0)
+    again = [
+        backward_launch.program_backward(grad, q, k, v, out, lse, captures, [], f"attention({text})")[0] for _ in range(4)
+    ]
+    for one in again[1:]:
+        assert torch.equal(one.view(torch.int16), again[0].view(torch.int16))
 
 
 def test_random_bands() -> None:
@@ -166,6 +302,12 @@ def chosen(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], bool]]:
         yield lambda: any(TAKEN in m and "hopper_attention_backward" in m for m in caplog.messages)
 
 
+@pytest.fixture
+def program_chosen(caplog: pytest.LogCaptureFixture, chosen: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether the compiled backward is the Gluon kernel with a program of its own."""
+    return lambda: any(TAKEN in m and "hopper_program_backward" in m for m in caplog.messages)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, causal])
@@ -189,6 +331,42 @@ def test_compiled_deterministic(dim: int, chosen: Callable[[], bool], determinis
     for a, b in zip(grads(function, leaves, grad), grads(function, leaves, grad), strict=True):
         assert torch.equal(a, b)
     assert chosen()
+
+
+def _attend_causally(slopes: Tensor | None = None, ids: Tensor | None = None) -> Callable[..., Tensor]:
+    """Causal attention with ALiBi's slopes, or within documents."""
+
+    def run(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+        key, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, v))
+        s = query @ key.transpose(-1, -2) * 0.1
+        q, k = (torch.arange(n, device=s.device) for n in s.shape[-2:])
+        keep = q[:, None] >= k[None, :]
+        if slopes is not None:
+            s = s + slopes[:, None, None] * (k[None, :] - q[:, None])
+        if ids is not None:
+            keep = keep & (ids[:, None, :, None] == ids[:, None, None, :])
+        return s.masked_fill(~keep, -math.inf).softmax(-1).to(v.dtype) @ v
+
+    return run
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["alibi", "documents"])
+def test_compiled_captured(kind: str, dim: int, program_chosen: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")
+    ids = (torch.arange(384, device="cuda") // 100).expand(2, -1).contiguous()
+    eager = _attend_causally(slopes) if kind == "alibi" else _attend_causally(ids=ids)
+    close(torch.compile(eager, backend=fa_inductor), eager, 384, dim)
+    assert program_chosen()
+
+
+def test_gradients_of_captured_tensors_are_the_general_kernels(program_chosen: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda", requires_grad=True)
+    eager = _attend_causally(slopes)
+    close(torch.compile(eager, backend=fa_inductor), eager, 384, 128)
+    assert not program_chosen()
 
 
 def test_dropped_when_it_does_not_launch(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[], bool]) -> None:

@@ -93,6 +93,16 @@ class _Printer:
             self.line(indent, f"{self.name(n, 'attention')} = flash_attention({operands}{more})")
             self.line(indent, f"    {program}")
             return
+        if "cached_attention" in str(n.target):
+            *operands, captures, sizes, keys, program, cache, _ = n.args
+            lists = [f"{m}={self.argument(a)}" for m, a in (("captures", captures), ("sizes", sizes)) if a]
+            given = ", ".join([*map(self.argument, operands[:3]), *lists, f"keys={self.argument(keys)}"])
+            beside = zip(("table", "k_scale", "v_scale"), operands[3:], strict=True)
+            cache += "".join(f", {m}={self.argument(a)}" for m, a in beside if a is not None)
+            self.line(indent, f"{self.name(n, 'attention')} = cached_attention({given})")
+            self.line(indent, f"    {program}")
+            self.line(indent, f"    {cache}")
+            return
         if n.target is operator.getitem and isinstance(n.args[0], fx.Node) and isinstance(n.args[1], int):
             self.line(indent, f"{self.name(n, 'item')} = {self.names[n.args[0]]}[{n.args[1]}]: {self.type_of(value)}")
             return

@@ -57,3 +57,24 @@ def test_what_lies_well_or_is_no_table_is_not_copied() -> None:
     keep = torch.rand(KEYS, 2).T[:, None, None] > 0.3
     strides = {tuple(t.stride()) for t in captured(fn, *qkv(), bias, row, keep)}
     assert strides == {tuple(t.stride()) for t in (bias, row, keep)}
+
+
+def test_a_table_looked_up_pair_by_pair_gets_a_dimension_for_queries_and_one_for_keys() -> None:
+    """As Swin transformers write it: one flat index of all pairs."""
+
+    def swin(q, k, v, table, index):
+        bias = table[index.view(-1)].view(ROWS, KEYS, HEADS).permute(2, 0, 1).contiguous().unsqueeze(0)
+        return (q @ k.mT + bias).softmax(-1) @ v
+
+    (bias,) = captured(swin, *qkv(), torch.randn(20, HEADS), torch.randint(0, 20, (ROWS, KEYS)))
+    assert tuple(bias.shape) == (HEADS, ROWS, KEYS)
+    assert bias.is_contiguous()
+
+
+def test_a_flat_index_with_another_stride_stays() -> None:
+    def fn(q, k, v, flat):
+        at = torch.arange(ROWS)[:, None] * (KEYS - 1) + torch.arange(KEYS)[None, :]
+        return (q @ k.mT + flat[at]).softmax(-1) @ v
+
+    (flat,) = captured(fn, *qkv(), torch.randn(ROWS * KEYS))
+    assert flat.dim() == 1

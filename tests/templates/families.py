@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fa_inductor.diagonal import COLUMN, ROW, ROWS
 from fa_inductor.reference import Env, attention, attention_grads, evaluate, keep_mask
 from fa_inductor.spec import AttentionSpec
 
@@ -133,6 +134,15 @@ def documents(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     ids = [torch.arange(n) // 100]
     ids += [(torch.rand(n, generator=g) < 0.02).long().cumsum(0) for _ in range(b - 1)]
     return [torch.stack(ids)]
+
+
+def _diagonals(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
+    """[H, ROWS, columns]: one vector of the differences' numbers, each row of it shifted by one more."""
+    _, h, _, m, n, *_ = shape
+    vector = torch.randn(h, m + n - 1, generator=g)
+    columns = torch.arange((m + n + 6) // 8 * 8)
+    at = (columns[None, :] - torch.arange(ROWS)[:, None] + (m - 1) % ROWS).clamp(0, m + n - 2)
+    return [vector[:, at].contiguous()]
 
 
 def _left_padding_bias(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
@@ -258,6 +268,21 @@ FAMILIES = [
         (3, 2, 1, 37, 70, 16, 16),
         lambda shape, g: [torch.tensor([70, 33, 5])],
     ),
+    # Static caches: -1 leaves a row without keys, which then averages all of them.
+    Family(
+        "cache_finfo",
+        "attention(score=score * 0.2 + where(kv_idx <= i0[b], 0.0, -3.4028234663852886e+38))",
+        (3, 4, 2, 1, 130, 16, 16),
+        lambda shape, g: [torch.tensor([70, -1, 3])],
+        exact=torch.float32,
+    ),
+    Family(
+        "cache_window_1e9",
+        "attention(score=where((kv_idx <= q_idx + i0[b]) & (kv_idx >= q_idx + i0[b] - 40), score * 0.2, -1000000000.0))",
+        (3, 2, 1, 37, 230, 16, 16),
+        lambda shape, g: [torch.tensor([180, -20, 60])],
+        exact=torch.float32,
+    ),
     Family(
         "threshold_keys",
         "attention(score=where(score * f0[b, kv_idx] > 0.0, score * 0.2, -inf), dead_rows='zero')",
@@ -324,6 +349,9 @@ FAMILIES = [
     Family(
         "reciprocal_distance",
         "attention(score=score * 0.2 + minimum(1.0 / cast_float(-(abs(q_idx - kv_idx))), 0.5))",
+    ),
+    Family(
+        "diagonals", f"attention(score=score * 0.2 + f0[h, {ROW}, {COLUMN}])", (2, 4, 2, 150, 45, 24, 40), captures=_diagonals
     ),
     Family("relative", "attention(score=score * 0.2 + f0[q_idx - kv_idx + 44, h])", captures=normal("rel", "h")),
     Family("gather_outside", "attention(score=score * 0.2 + f0[q_idx - kv_idx])", captures=normal("20")),

@@ -18,6 +18,20 @@ from torch import Tensor
 STUCK = 60.0
 
 
+class Number(Tensor):
+    """An integer, and what is computed from it: ``x += y`` binds x to another value, as in a kernel."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __ior__(self, other: Any) -> Any:
+        return self | other
+
+    @staticmethod
+    def of(x: int) -> Number:
+        return torch.tensor(x).as_subclass(Number)  # type: ignore[return-value]
+
+
 class Pointer:
     """A place in a flat tensor, or places."""
 
@@ -50,6 +64,13 @@ class Shared:
 
     def permute(self, dims: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*dims))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, int(start), length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], _layout: Any) -> Shared:
+        size = torch.empty(tuple(shape)).numel()
+        return Shared(self.data.reshape(-1).view(dtype)[:size].view(*shape))
 
     def load(self, _layout: Any = None) -> Tensor:
         return self.data.clone()
@@ -115,6 +136,15 @@ class Descriptor:
         self.tensor[there] = tile.data[here]
 
 
+    def add(self, at: Sequence[Any], tile: Shared) -> None:
+        there, here = self._overlap(at)
+        with _ADDING:
+            self.tensor[there] += tile.data[here]
+
+
+_ADDING = threading.Lock()
+
+
 def _scalar(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     return lambda x, y: f(torch.as_tensor(x), torch.as_tensor(y))
 
@@ -128,8 +158,11 @@ def _wait(_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def _load(place: Pointer) -> Tensor:
-    return place.flat[place.offset]
+def _load(place: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    if mask is None:
+        return place.flat[place.offset]
+    index, mask = torch.broadcast_tensors(torch.as_tensor(place.offset), torch.as_tensor(mask))
+    return torch.where(mask, place.flat[torch.where(mask, index, 0)], other)
 
 
 def _store(place: Pointer, value: Tensor, mask: Tensor) -> None:
@@ -148,7 +181,11 @@ class Bits:
 
 
 def _assembly(text: str, _constraints: str, arguments: Sequence[Tensor], **_: Any) -> Tensor:
-    """What the assembly in the kernels computes: a copy, or four numbers cast to the bytes of a word, the first lowest."""
+    """What the assembly in the kernels computes: a copy, one of the functions, or four numbers cast to the bytes of a word, the
+    first lowest."""
+    for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
+        if f"{name}.approx.ftz.f32 $0" in text:
+            return function(torch.as_tensor(arguments[0]))
     if "cvt.rn.satfinite.e4m3x2.f32" not in text:
         assert text == "mov.b32 $0, $1;", text
         return arguments[0]
@@ -179,10 +216,12 @@ class Program:
             convert_layout=lambda x, _layout, assert_trivial=False: Bits(x) if x.dtype == torch.int8 else x,
             inline_asm_elementwise=_assembly,
             split=lambda x: (x[..., 0], x[..., 1]), join=lambda x, y: torch.stack([x, y], -1),
+            cast=lambda x, dtype: torch.as_tensor(x).to(dtype), abs=lambda x: torch.as_tensor(x).abs(),
             load=_load, store=_store, atomic_add=self._atomic_add,
             program_id=lambda _: torch.tensor(self.index), num_programs=lambda _: self.programs,
             allocate_shared_memory=self._allocate, warp_specialize=self._specialise,
-            SliceLayout=nothing, BlockedLayout=nothing, DotOperandLayout=nothing, SwizzledSharedLayout=nothing,
+            NVMMASharedLayout=nothing, SliceLayout=nothing, BlockedLayout=nothing, DotOperandLayout=nothing,
+            SwizzledSharedLayout=nothing,
         )  # fmt: skip
 
     def _atomic_add(self, place: Pointer, by: int) -> Tensor:
@@ -220,6 +259,7 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
     """Run ``kernel``, a jitted Gluon function, with tensors as :class:`Pointer` and :class:`Descriptor`."""
     for index in range(programs):
         namespace = dict(kernel.fn.__globals__)
+        language = Program(index, programs).language()
         mbarrier = types.SimpleNamespace(
             MBarrierLayout=lambda: "barrier",
             init=lambda bar, count: bar.init(count),
@@ -228,15 +268,16 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             wait=lambda bar, phase: bar.wait(phase),
         )
         namespace.update(
-            gl=Program(index, programs).language(), mbarrier=mbarrier, warpgroup_mma=_product, warpgroup_mma_wait=_wait,
+            gl=language, tl=language, mbarrier=mbarrier, warpgroup_mma=_product, warpgroup_mma_wait=_wait,
             fence_async_shared=lambda: None, tma=types.SimpleNamespace(store_wait=lambda _: None),
             tma_load=lambda desc, at, bar, tile: desc.load(at, bar, tile), tma_store=lambda desc, at, tile: desc.store(at, tile),
+            tma_add=lambda desc, at, tile: desc.add(at, tile),
         )  # fmt: skip
         for name, value in list(namespace.items()):
             plain = getattr(value, "fn", None)
-            if isinstance(plain, types.FunctionType) and plain.__module__.startswith("fa_inductor"):
+            if isinstance(plain, types.FunctionType) and plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
                 namespace[name] = _in(plain, namespace)
-        namespace.update(accumulator_layout=lambda _: None)
+        namespace.update(accumulator_layout=lambda _: None, column=lambda x, _: x[:, None])
         _in(kernel.fn, namespace)(*arguments, **constants)
 
 

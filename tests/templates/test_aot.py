@@ -11,11 +11,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import _common
 from benchmarks._aot import SHARED_LIMIT, GluonRequest, compiled, render, request
 from fa_inductor._compat import triton_version, version_tuple
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import select, tiles
 from fa_inductor.templates.configs import TileConfig, Use, candidates, few_rows
 from fa_inductor.templates.program import Program
@@ -23,6 +24,7 @@ from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
 from fa_inductor.templates.sm90 import backward_launch
 from fa_inductor.templates.sm90.launch import config_of
+from fa_inductor.templates.standalone import _value, complete
 from tests.templates.families import BY_NAME
 
 pytest.importorskip("triton")
@@ -95,6 +97,35 @@ def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
     config = replace(config, splits=splits)
     program = "attention(score=where(kv_idx <= q_idx + (kv_len - q_len), score * 0.088, -inf))"
     report = compile_for(arch, render(program, Problem(dim, dim, group=4, rows=rows // 4), "forward", config))
+    check(arch, report, config)
+    assert report["stack"] == report["local"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "form", "stored"),
+    [(80, CacheForm(16), "bf16"), (90, CacheForm(64), "bf16"), (90, CacheForm(1, False), "bf16"),
+     (80, CacheForm(k="bfloat16", v="bfloat16", k_scaled=True, v_scaled=True), "i8"),
+     (90, CacheForm(16, True, "bfloat16", "float32", True, True), "fp8e4nv"), (100, CacheForm(16, k="bfloat16"), "i8")],
+)  # fmt: skip
+def test_caches(arch: int, form: CacheForm, stored: str) -> None:
+    """The tile of a decoding step over pages, 8-bit elements or both."""
+    kind = {"pages": form.page > 0, "bits": bool(form.k or form.v)}
+    config = few_rows(Use(arch=arch, element=2, qk_pad=128, v_pad=128, rows=4, **kind))
+    assert config is not None
+    program = "attention(score=where(kv_idx < i0[b], score * 0.088, -inf))"
+    captures = (CaptureInfo(1, (frozenset({"b"}),)),)
+    problem = Problem(128, 128, group=4, rows=1, captures=captures, wide_captures=(False,), cache=form)
+    kinds = {"TABLE": "i64", "K": stored if form.k else "bf16", "V": stored if form.v else "bf16", "CAP0": "i64"}
+    kernel = render(program, problem, "forward", replace(config, splits=4))
+    # Sizes and strides are numbers, as Inductor writes them under static shapes.
+    batch, keys = 16, 8192
+    cached = (batch * keys // form.page, form.page, 8, 128) if form.page else (batch, keys, 8, 128)
+    shapes = {"Q": (batch, 32, 1, 128), "LSE": (2, 4, batch, 32, 1), "OUT": (4, batch, 32, 1, 128), "CAP0": (batch,),
+              "TABLE": (batch, keys // (form.page or 1)), "KS": (batch, 8, keys), "VS": (batch, 8, keys)}  # fmt: skip
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors |= {name: torch.empty(cached, device="meta").transpose(1, 2) for name in ("K", "V")}
+    known = tuple((s, _value(tensors, [keys], s)) for s in complete(kernel).scalars)
+    report = compiled(replace(request(arch, kernel, "bf16", **kinds), known=known))
     check(arch, report, config)
     assert report["stack"] == report["local"] == 0
 
@@ -195,6 +226,41 @@ def test_gluon_backward(dims: tuple[int, int], options: dict[str, bool], stack: 
     assert found["shared"] <= SHARED_LIMIT[90]
     assert found["instructions"]["wgmma"] > 0
     assert found["instructions"]["bulk_load"] > 0
+    assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
+    assert "serialized" not in found["assembler"], found["assembler"]
+    assert found["local"] == 0
+    assert found["stack"] <= stack
+
+
+_ALIBI = "attention(score=where(q_idx >= kv_idx, score * 0.088 + f0[h] * cast_float(kv_idx - q_idx), -inf))"
+_DOCUMENTS = "attention(score=where((q_idx >= kv_idx) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.088, -inf))"
+_SLOPES, _IDS, _TILE = ("fp32", (16,)), ("i64", (4, 4096)), ("i1", (4, 1, 4096, 4096))
+
+
+@pytest.mark.parametrize(
+    ("program", "captures", "dim", "length", "stack"),
+    [
+        # What spills was measured as faster than the general kernels all the same (templates/sm90/form.py, MOST_TERMS).
+        (_ALIBI, (_SLOPES,), 128, 4096, 96),
+        (_ALIBI, (_SLOPES,), 64, 4096, 112),
+        (_ALIBI, (_SLOPES,), 64, 4000, 0),
+        (_DOCUMENTS, (_IDS,), 128, 4000, 144),
+        (_DOCUMENTS, (_IDS,), 64, 4096, 144),
+        ("attention(score=where(q_idx >= kv_idx, score * f0[h], -inf))", (_SLOPES,), 128, 4096, 128),
+        ("attention(score=where(q_idx >= kv_idx, score * f0[h], -inf))", (_SLOPES,), 64, 4096, 0),
+        ("attention(score=minimum(maximum(score * 0.1, -5.0), 5.0))", (), 128, 4096, 208),
+        # An index that is not proven to lie inside, and functions from the printer.
+        ("attention(score=score * f0[h, i1[b, q_idx]] + sigmoid(erf(score)))", (("fp32", (16, 32)), _IDS), 64, 4096, 208),
+        ("attention(score=where(m0[b, 0, q_idx, kv_idx], score, -inf), dead_rows='zero')", (_TILE,), 128, 4096, 208),
+    ],
+)
+def test_gluon_backward_of_programs(program: str, captures: Any, dim: int, length: int, stack: int) -> None:
+    heavy = program not in (_ALIBI, _DOCUMENTS) or length % 128 != 0
+    config = (backward_launch.SOFTCAP_CONFIGS if heavy else backward_launch.CONFIGS)[dim]
+    sized = tuple((kind, tuple(length if n == 4096 else n for n in sizes)) for kind, sizes in captures)
+    found = compiled(GluonRequest(dim, dim, config, program=program, captures=sized, length=length))
+    assert found["shared"] <= SHARED_LIMIT[90]
+    assert found["instructions"]["wgmma"] > 0
     assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
     assert "serialized" not in found["assembler"], found["assembler"]
     assert found["local"] == 0

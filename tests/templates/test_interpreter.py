@@ -43,3 +43,13 @@ def check(names: list[str], dtype: str, splits: int) -> None:
     assert [r["name"] for r in reports] == names
     wrong = {(r["name"], k): v for r in reports for k, v in r["errors"].items() if not v <= BOUND[dtype]}
     assert not wrong
+
+
+def test_pages_and_stored_bits() -> None:
+    """Keys and values read through a table, or dequantised."""
+    command = [sys.executable, "-m", "tests.templates.interpret_caches"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 14
+    assert {r["name"]: r["error"] for r in reports if not r["error"] <= BOUND["float32"]} == {}

@@ -12,7 +12,7 @@ from fa_inductor.bounds import Facts
 from fa_inductor.masks import split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
-from fa_inductor.templates.sm90.form import backward_refusal, form_of, padded, refusal
+from fa_inductor.templates.sm90.form import backward_refusal, form_of, padded, program_form_of, refusal
 
 CAUSAL = "kv_idx <= q_idx"
 
@@ -130,6 +130,59 @@ def test_backward_refusals(dims: tuple[int, int], sizes: tuple[int, int, int], r
     assert (reason in found) if reason else not found
 
 
+SAME = "i0[b, q_idx] == i0[b, kv_idx]"
+
+
+@pytest.mark.parametrize(
+    ("program", "dim", "more", "reason"),
+    [
+        (f"where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", 128, {}, ""),
+        (f"where(({CAUSAL}) & ({SAME}), score * 0.1, -inf)", 128, {}, ""),
+        (f"where(({CAUSAL}) & ({SAME}), tanh(score * 0.1) * 9.0, -inf)", 64, {}, ""),
+        ("where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", 128, {}, ""),
+        (f"where({CAUSAL}, score, -inf), sinks=[f0[h]]", 128, {"grad_slots": (0,)}, ""),
+        ("score * f0[b, q_idx]", 64, {}, ""),
+        ("score * f0[b, q_idx]", 128, {}, "for every query"),
+        ("score * f0[h, q_idx, kv_idx]", 64, {}, "for every score"),
+        ("where(m0[i1[q_idx], kv_idx], score, -inf)", 64, {}, "gathered"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx]", 128, {}, "huge"),
+        (f"where({CAUSAL}, score * f0[h], -inf)", 128, {"grad_slots": (0,)}, "gradient of f0"),
+        (f"where({SAME}, score, -inf)", 128, {"deterministic": True}, "fixed order"),
+        (f"where({CAUSAL}, score * f0[h], -inf)", 128, {"deterministic": True}, "fixed order"),
+        (f"where({CAUSAL}, score, -inf), sinks=[f0[h]]", 128, {"deterministic": True}, ""),
+        ("where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", 64, {}, "for every score"),
+        (f"where(({CAUSAL}) & (kv_idx < n0), score, -inf), dead_rows='zero'", 128, {}, ""),
+        (f"where(({CAUSAL}) | (kv_idx < i0[b]), score, -inf)", 128, {}, "not found"),
+        ("where(i0[h, q_idx] == i0[h, kv_idx], score, -inf)", 128, {}, "not found"),
+        (f"where({SAME}, score, -inf)", 256, {}, "above head dim 128"),
+        (f"where({SAME}, score, -10000.0)", 128, {}, "masked logits are"),
+        ("log1p(abs(score))", 128, {}, "log1p"),
+        ("tanh(score) + sigmoid(score) + erf(score) + score", 128, {}, "terms"),
+        ("score * 0.1, dropout=(0.1, 0)", 128, {}, "dropout"),
+        ("minimum(score * 0.1, 1e-40)", 128, {}, "range"),
+    ],
+)
+def test_backward_of_programs(program: str, dim: int, more: dict[str, object], reason: str) -> None:
+    asked = AttentionSpec.parse(f"attention(score={program})")
+    found = backward_refusal(asked, "bfloat16", dim, dim, 16384, 16384, 64, **more)  # type: ignore[arg-type]
+    assert (reason in found) if reason else not found
+
+
+def test_short_documents_are_left_to_the_general_kernels() -> None:
+    asked = spec(f"where(({CAUSAL}) & ({SAME}), score * 0.1, -inf)")
+    assert "GFLOP" in backward_refusal(asked, "bfloat16", 128, 128, 4096, 4096, 64)
+    assert not backward_refusal(asked, "bfloat16", 128, 128, 16384, 16384, 64)
+
+
+def test_program_forms() -> None:
+    keep = f"({CAUSAL}) & (q_idx - kv_idx < 9) & ({SAME}) & (kv_idx < i1[b])"
+    form = program_form_of(spec(f"where({keep}, tanh(score * 0.1) * 9.0, -inf)"))
+    assert not isinstance(form, str)
+    assert form.band(100, 100, []) == (-8, 0)
+    assert (form.scale, form.softcap, form.plain) == (9.0, 0.1, True)
+    assert str(form.rest) == f"(({SAME}) & (kv_idx < i1[b]))"
+
+
 def request(score: str, capability: tuple[int, int] = (9, 0), **more: object) -> select.Request:
     fields = {"queries": 4096, "keys": 4096, "heads": 64, **more}
     return select.Request(spec(score), "bfloat16", 128, 128, capability, **fields)  # type: ignore[arg-type]
@@ -156,6 +209,10 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     bottom_right = "where(kv_idx <= q_idx + (kv_len - q_len), score, -1e9)"
     assert template(request(bottom_right)) == "sm90-tma"
     assert template(request(bottom_right, facts=Facts(4096, 4096))) == select.HOPPER
+    alibi = f"where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)"
+    assert template(request(alibi)) == "sm90-tma"
+    assert template(request(alibi, backward=True)) == f"sm90-tma, backward {select.HOPPER}"
+    assert template(request(alibi, backward=True, grad_slots=(0,))) == "sm90-tma"
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
     assert template(request(causal)) == "sm90-tma"
 
