@@ -267,6 +267,10 @@ def attention_backward(
     return prepared(*operands)
 
 
+#: grad_out, q, k, v, out and lse.
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 def program_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
     sizes: Sequence[int], program: str, wanted: Sequence[bool] = (),
@@ -278,7 +282,7 @@ def program_backward(
             are None.
     """
     prepared, operands = _prepared(grad_out, q, k, v, out, lse, captures, sizes, program)
-    *grads, delta = prepared.with_delta(*operands, captures)
+    *grads, delta = prepared.with_delta(*operands, captures=captures)
     if not any(wanted):
         return [*grads, *[None] * len(captures)]
     delta = delta[:, : q.shape[2]].view(lse.shape)
@@ -288,7 +292,7 @@ def program_backward(
 def _prepared(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
     sizes: Sequence[int], program: str,
-) -> tuple[Backward, tuple[Tensor, ...]]:  # fmt: skip
+) -> tuple[Backward, Operands]:  # fmt: skip
     """The prepared kernels and the operands as they take them, copied where TMA could not read them."""
     tensors = (grad_out, q, k, v, out)
     if not all(_readable(t) for t in tensors):
