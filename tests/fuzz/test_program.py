@@ -134,9 +134,8 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     ledger = tmp_path / "totals.json"
     arguments = ["--interpret", "--examples", "12", "--seed", "1", "--ledger", str(ledger), "--shrink-seconds", "0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fuzz", *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=250
-    )
+    command = [sys.executable, "-m", "benchmarks.fuzz", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     (run,) = json.loads(ledger.read_text())["runs"]
     assert run["device"] == "interpreter"
