@@ -190,9 +190,29 @@ def _errors(row: dict[str, Any]) -> str:
     return "<br>".join(" / ".join(side(name, g) for name in ("ours", "sdpa", "eager")) for g in (False, True))
 
 
+def fuzz() -> str:
+    """The sums of the ledger by device, and its last runs."""
+    ledger = json.loads((ROOT / "benchmarks" / "results" / "fuzz_totals.json").read_text("utf-8"))
+    lines = ["| device | runs | graphs | fused | with gradients | through Dynamo | generated code | failures | hours of runs |"]
+    lines.append("|---" * 9 + "|")
+    for device, t in ledger["totals"].items():
+        counts = ["runs", "graphs", "fused", "with_gradients", "through_dynamo", "through_code_generation", "failures"]
+        lines.append(f"| {device} | " + " | ".join(f"{t[c]:,}" for c in counts) + f" | {t['seconds'] / 3600:.1f} |")
+    lines += ["", "| last runs | revision | torch | seed | examples | graphs | failures | seconds |", "|---" * 8 + "|"]
+    for r in ledger["runs"][-10:]:
+        first, last = r["examples"]
+        place = f"{r['device']}, {r['jobs']} {'process' if r['jobs'] == 1 else 'processes'}"
+        lines.append(
+            f"| {place} | {r['revision']} | {r['torch']} | {r['seed']} | {first} to {last} | {r['graphs']:,} | {r['failures']} "
+            f"| {r['seconds']:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 FILES: dict[str, Callable[[], str]] = {
     "accuracy.md": accuracy,
     "forms.md": forms,
+    "fuzz.md": fuzz,
     "lookalikes.md": lookalikes,
     "options.md": options,
     "report.txt": report,
