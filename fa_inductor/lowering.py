@@ -297,8 +297,8 @@ def _lower_cached(
     reason = _refusal(kernel, (q, k, v, *beside), captures)
     if reason:
         return _fallback(caches.cached_attention, args, reason)
-    tensors = (x if x is None else realised(x) for x in (table, k_scale, v_scale))
-    stored = Cache(CacheForm.parse(cache), *tensors, sympy.sympify(keys))
+    table, k_scale, v_scale = (x if x is None else realised(x) for x in (table, k_scale, v_scale))
+    stored = Cache(CacheForm.parse(cache), table, k_scale, v_scale, sympy.sympify(keys))
     spec = AttentionSpec.parse(program)
     o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [], stored)
     return _forward(o, kernel, lambda reason: _fallback(caches.cached_attention, args, reason))
