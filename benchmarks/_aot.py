@@ -7,6 +7,7 @@ compile; its input on stdin are pickled requests, its output a line of JSON for 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import io
@@ -103,6 +104,7 @@ class _Server:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks._aot"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        atexit.register(self.process.communicate)  # the end of its input is its own
 
     def ask(self, asked: Request | GluonRequest | CastRequest, timeout: float) -> Any:
         assert self.process.stdin is not None

@@ -6,6 +6,8 @@ import argparse
 import logging
 import multiprocessing
 import os
+import signal
+import threading
 import time
 import warnings
 from multiprocessing.connection import Connection, wait
@@ -27,48 +29,72 @@ def _child(args: argparse.Namespace, job: int, to: Connection) -> None:
     from benchmarks import fuzz
 
     quiet()
-    fuzz.work(args, job, to.send)
+    to.send((True, fuzz.work(args, job, lambda tally: to.send((False, tally)))))
+
+
+class _Stopped(Exception):
+    """Somebody asks this process to end, as ``timeout`` does."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
 
 
 def run(args: argparse.Namespace, patience: float) -> Tally:
-    """What ``args.jobs`` processes have seen together. ``patience``: seconds that one example may take at most."""
+    """What ``args.jobs`` processes have seen together. ``patience``: seconds that one example may take at most.
+
+    Where this process is asked to end (SIGTERM), what was seen until then.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     processes: dict[Any, Any] = {}
-    for job in range(args.jobs):
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(args, job, writer))
-        process.start()
-        writer.close()
-        processes[reader] = process
-    total = Tally()
-    at: dict[Any, tuple[int, float]] = {reader: (-1, time.monotonic()) for reader in processes}
-    while processes:
-        for reader in wait(list(processes), timeout=1.0):
-            try:
-                said = reader.recv()  # type: ignore[union-attr]
-            except EOFError:
-                said = _lost(total, "crash", at[reader][0], args)
-            if isinstance(said, Tally):
-                total.merge(said)
-                processes.pop(reader).join()
-            else:
-                at[reader] = said, time.monotonic()
-        for reader in [r for r in processes if time.monotonic() - at[r][1] > patience]:
-            process = processes.pop(reader)
+    seen: dict[Any, tuple[Tally, float]] = {}
+    before = signal.signal(signal.SIGTERM, _stop) if threading.current_thread() is threading.main_thread() else None
+    try:
+        for job in range(args.jobs):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(args, job, writer))
+            process.start()
+            writer.close()
+            processes[reader], seen[reader] = process, (Tally(), time.monotonic())
+        _listen(args, patience, processes, seen)
+    except _Stopped:
+        print("stopped: each process's last example is not counted", flush=True)
+    finally:
+        for process in processes.values():
             process.kill()
-            process.join()
-            total.merge(_lost(total, "hang", at[reader][0], args))
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    total = Tally()
+    for tally, _ in seen.values():
+        total.merge(tally)
     return total
 
 
-def _lost(total: Tally, kind: str, index: int, args: argparse.Namespace) -> Tally:
-    """What is known of a process that ended without its tally: only the example that ended it."""
+def _listen(args: argparse.Namespace, patience: float, processes: dict[Any, Any], seen: dict[Any, tuple[Tally, float]]) -> None:
+    """Until all processes have ended: ``seen`` is what each has counted, and when it said so."""
+    while processes:
+        for reader in wait(list(processes), timeout=1.0):
+            try:
+                ends, tally = reader.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ends, tally = True, _lost(seen[reader][0], "crash", args)
+            seen[reader] = tally, time.monotonic()
+            if ends:
+                processes.pop(reader).join()
+        for reader in [r for r in processes if time.monotonic() - seen[r][1] > patience]:
+            seen[reader] = _lost(seen[reader][0], "hang", args), time.monotonic()
+            process = processes.pop(reader)
+            process.kill()
+            process.join()
+
+
+def _lost(tally: Tally, kind: str, args: argparse.Namespace) -> Tally:
+    """What a process had counted when an example ended it, and that example."""
     from benchmarks.fuzz import command
 
-    name = f"{args.seed}/{index}"
-    print(f"example {name} fails: {kind}: its process is lost, and what it counted; again: {command(args, name)}", flush=True)
-    lost = Tally(last=index)
-    lost.kinds[kind] += 1
-    return lost
+    name = f"{args.seed}/{tally.last}"
+    print(f"example {name} fails: {kind}: its process is lost; again: {command(args, name)}", flush=True)
+    tally.kinds[kind] += 1
+    return tally

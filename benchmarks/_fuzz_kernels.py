@@ -1,4 +1,4 @@
-"""On a GPU, graphs that run op by op launch the Triton kernels: what the ops do there without Inductor is the reference.
+"""Graphs that run op by op launch the Triton kernels, where the ops would run the reference: on a GPU, or in Triton's interpreter.
 
 Small tiles, so that short sequences have several and a compile takes half a second. Lengths and strides are run-time arguments
 without any assumption, so that graphs of one program, dtype and head dim run one kernel. Whatever assumes more (even lengths,
@@ -38,7 +38,11 @@ _PROBLEM_OF = direct.problem_of
 
 
 def _in_triton(kernel: str, *tensors: Tensor) -> bool:
-    return kernel == "triton" and all(t.numel() for t in tensors)
+    if not all(t.numel() for t in tensors):
+        return False
+    # The interpreter multiplies bfloat16 wrongly, and no kernel takes float64.
+    interpreted = tensors[0].device.type == "cpu" and tensors[0].dtype in (torch.float32, torch.float16)
+    return interpreted or kernel == "triton"
 
 
 def forward(
@@ -81,8 +85,9 @@ def backward(
 
 
 @contextlib.contextmanager
-def launched(dispatch: str = "CUDA") -> Iterator[None]:
-    """The ops run the Triton kernels on tensors of that dispatch key meanwhile."""
+def launched(device: str) -> Iterator[None]:
+    """The ops run the Triton kernels on tensors of that device meanwhile; on the CPU with TRITON_INTERPRET=1."""
+    dispatch = device.upper()
     library = torch.library.Library("fa_inductor", "IMPL")
     library.impl("flash_attention", forward, dispatch)
     library.impl("flash_attention_backward", backward, dispatch)

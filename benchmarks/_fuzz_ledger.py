@@ -37,7 +37,7 @@ def entry(tally: Tally, args: argparse.Namespace, seconds: float) -> dict[str, A
 
     name = torch.cuda.get_device_name() if args.device == "cuda" else _common.environment()["cpu"]
     return {
-        "device": args.device,
+        "device": "interpreter" if args.interpret else args.device,
         "name": name,
         "torch": torch.__version__,
         "triton": _common.installed_version("triton"),
@@ -68,7 +68,7 @@ def add(path: Path, *runs: dict[str, Any]) -> dict[str, Any]:
     known += [r for r in runs if r not in known]
     totals = {
         device: {"runs": len(of), **{k: sum(r[k] for r in of) for k in _SUMS}}
-        for device in ("cpu", "cuda")
+        for device in ("cpu", "cuda", "interpreter")
         if (of := [r for r in known if r["device"] == device])
     }
     ledger = {"totals": totals, "runs": known}

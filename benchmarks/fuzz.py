@@ -3,6 +3,7 @@
     python -m benchmarks.fuzz --minutes 10                          # CPU
     python -m benchmarks.fuzz --minutes 10 --jobs 8 --ledger benchmarks/results/fuzz_totals.json
     python -m benchmarks.fuzz --minutes 10 --device cuda --seed 7   # Triton kernels, forward and backward
+    python -m benchmarks.fuzz --minutes 10 --interpret              # the same in Triton's interpreter, without a GPU
     python -m benchmarks.fuzz --examples 1 --seed 3 --start 1234    # one of them again
 
 The grammar of `tests/fuzz` writes a function: operands in any layout, heads and groups, scales, masks, biases, softcap, sinks, any
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import os
 import random
 import signal
 import sys
@@ -34,6 +36,9 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+if __name__ == "__main__" and "--interpret" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in the processes that this one starts
 
 import torch  # noqa: E402
 
@@ -257,6 +262,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--examples", type=int, help="stop after so many examples")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the examples (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--interpret", action="store_true", help="on the CPU, run the Triton kernels in Triton's interpreter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="number of the first example (default 0)")
     parser.add_argument("--out", type=Path, help="where to save a failure (default fuzz_SEED_EXAMPLE.py)")
@@ -271,6 +277,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--revision", help="of the sources, for the ledger (default: what git says)")
     args = parser.parse_args(argv)
     gpu = args.device == "cuda"
+    if args.interpret:
+        if gpu or args.kernels:
+            parser.error("--interpret takes neither --device cuda nor --kernels")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            parser.error("--interpret needs TRITON_INTERPRET=1 in the environment of a program that imports this one")
+        args.kernels = "reference"  # any program is fused, and launched() runs the kernels in its place
+        args.codegen_every = 2**62  # generated code would run the reference
     args.family = args.family or (24 if gpu else 1)
     args.kernels = args.kernels.split(",") if args.kernels else ["auto"] if gpu else ["aten", "reference"]
     return args
@@ -286,21 +299,21 @@ def indices(args: argparse.Namespace, job: int) -> Iterator[int]:
             return
 
 
-def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> None:
-    """Runs one process's examples; ``told`` gets the number of each before it runs, and the :class:`Tally` at the end."""
+def work(args: argparse.Namespace, job: int, told: Callable[[Tally], None]) -> Tally:
+    """Runs one process's examples. ``told`` gets what was seen so far before each; its ``last`` is the example that comes."""
     tally, start = Tally(), time.monotonic()
     gc.freeze()  # torch's own objects, of which there are millions, are not looked through again and again
     device = args.device
     with contextlib.ExitStack() as stack:
-        if device == "cuda":
+        if device == "cuda" or args.interpret:
             from benchmarks._fuzz_kernels import launched
 
-            stack.enter_context(launched())
+            stack.enter_context(launched(device))
         for index in indices(args, job):
             if time.monotonic() - start >= 60 * args.minutes:
                 break
-            told(index)
             tally.last = index
+            told(tally)
             name = f"{args.seed}/{index}"
             meaning = random.Random(f"{args.seed}/family/{index // args.family}") if args.family > 1 else None
             choices = Choices(source=random.Random(name), meaning=meaning)
@@ -310,7 +323,7 @@ def work(args: argparse.Namespace, job: int, told: Callable[[Any], None]) -> Non
                 _save(verdict, name, args)
                 if tally.failures >= args.failures:
                     break
-    told(tally)
+    return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,13 +333,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("--device cuda: torch sees no GPU")
     start = time.monotonic()
     if args.jobs == 1:
-        told: list[Any] = []
-        work(args, 0, told.append)
-        tally = told[-1]
+        tally = work(args, 0, lambda _: None)
     else:
         tally = _fuzz_jobs.run(args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
     seconds = time.monotonic() - start
-    print(tally.line(args.device, args.seed, args.start, seconds), flush=True)
+    print(tally.line("the interpreter" if args.interpret else args.device, args.seed, args.start, seconds), flush=True)
     if args.ledger is not None:
         _fuzz_ledger.add(args.ledger, _fuzz_ledger.entry(tally, args, seconds))
     return int(tally.failures > 0)
@@ -335,7 +346,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command(args: argparse.Namespace, name: str) -> str:
     """The command line that runs one example again."""
     text = f"python -m benchmarks.fuzz --device {args.device} --seed {args.seed} --start {name.split('/')[1]} --examples 1"
-    given = {"whole-every": (args.whole_every, 20), "codegen-every": (args.codegen_every, 50)}
+    given = {"whole-every": (args.whole_every, 20)}
+    if not args.interpret:
+        given["codegen-every"] = args.codegen_every, 50
+    text += " --interpret" if args.interpret else ""
     given["family"] = args.family, 24 if args.device == "cuda" else 1
     return text + "".join(f" --{option} {value}" for option, (value, usual) in given.items() if value != usual)
 

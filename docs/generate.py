@@ -1,4 +1,4 @@
-"""Writes docs/generated/: what is recognised, from the forms of the tests; the options, from config.py; one report.
+"""Writes docs/generated/: what is recognised, from the forms of the tests; options, from config.py; a report; measured errors.
 
     python docs/generate.py          write the files
     python docs/generate.py --check  exit with 1 and name the files that are not as they would be written
@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -155,7 +156,42 @@ def report() -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+#: Files of benchmarks/results/ that `benchmarks.accuracy` has written, and the machine of each.
+ACCURACY = {"accuracy_h200.json": "On an NVIDIA H200", "accuracy_cpu.json": "On a CPU"}
+
+
+def accuracy() -> str:
+    """For every machine and program the errors against float64 of ours, SDPA and eager code: outputs, then gradients."""
+    parts = []
+    for name, machine in ACCURACY.items():
+        path = ROOT / "benchmarks" / "results" / name
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text("utf-8"))
+        rows: dict[str, dict[str, Any]] = {}
+        for row in found["rows"]:
+            rows.setdefault(row["program"], {})[row["dtype"]] = row
+        dtypes = sorted({row["dtype"] for row in found["rows"]}, key=["float32", "bfloat16", "float16"].index)
+        lines = [f"### {machine}", "", f"torch {found['environment']['torch']}; `{found['command']}`", ""]
+        lines += ["| program | " + " | ".join(dtypes) + " |", "|---" * (len(dtypes) + 1) + "|"]
+        for program, by_dtype in rows.items():
+            lines.append(f"| {program} | " + " | ".join(_errors(by_dtype[d]) for d in dtypes) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _errors(row: dict[str, Any]) -> str:
+    """The error of the output and the largest one of a gradient: ours / SDPA / eager. A dash where SDPA has not the form."""
+
+    def side(name: str, gradients: bool) -> str:
+        errors = [e for what, e in (row.get(name) or {}).items() if (what != "out") == gradients and isinstance(e, float)]
+        return f"{max(errors):.1e}" if errors else "-"
+
+    return "<br>".join(" / ".join(side(name, g) for name in ("ours", "sdpa", "eager")) for g in (False, True))
+
+
 FILES: dict[str, Callable[[], str]] = {
+    "accuracy.md": accuracy,
     "forms.md": forms,
     "lookalikes.md": lookalikes,
     "options.md": options,

@@ -48,6 +48,8 @@ class Offset:
 
 @dataclass(frozen=True)
 class Number:
+    """The same number everywhere."""
+
     value: float | int | bool
     dtype: torch.dtype
     scalar: bool

@@ -114,7 +114,7 @@ def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def dies(args: Any, job: int, to: Any) -> None:
-    to.send(job)
+    to.send((False, fuzz.Tally(last=job)))
     os._exit(1)
 
 
@@ -127,3 +127,16 @@ def test_many_spellings_of_one_attention() -> None:
     ]
     assert len({c.example.dtype for c in cases}) == 1
     assert len({c.example.source for c in cases}) == 12
+
+
+def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    """A process of its own: TRITON_INTERPRET counts when triton is imported."""
+    pytest.importorskip("triton")
+    ledger = tmp_path / "totals.json"
+    arguments = ["--interpret", "--examples", "12", "--seed", "1", "--ledger", str(ledger), "--shrink-seconds", "0"]
+    command = [sys.executable, "-m", "benchmarks.fuzz", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (run,) = json.loads(ledger.read_text())["runs"]
+    assert run["device"] == "interpreter"
+    assert run["fused"] > 3
