@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 from fa_inductor.bounds import KvBounds
 from fa_inductor.derivative import d_score
@@ -155,7 +155,9 @@ def program_form_of(spec: AttentionSpec) -> ProgramForm | str:
             highs += [x for x in ends[1] if x]
         else:
             rest.append(atom)
-    keep = reduce(lambda x, y: call("and_", x, y), rest, TRUE)
+    keep: Expr = TRUE
+    for atom in rest:
+        keep = call("and_", keep, atom)
     return ProgramForm(scale, softcap, tuple(lows), tuple(highs), keep, plain)
 
 
