@@ -2,8 +2,9 @@
 
     python -m benchmarks.generate --jobs 6 --out benchmarks/results/generate_h200.json [--contexts 2048 8192 32768]
 
-A Llama-like decoder in plain torch, written as transformers writes its eager attention and its StaticCache: 8 layers, hidden
-size 4096, heads 32:8 of 128, an MLP of 14336, random bfloat16 weights. Each step writes keys and values at its position
+``--model torch`` (the default): a Llama-like decoder in plain torch, written as transformers writes its eager attention and its
+StaticCache; ``--model transformers``: LlamaForCausalLM and StaticCache themselves. 8 layers, hidden size 4096, heads 32:8 of 128,
+an MLP of 14336, random bfloat16 weights. Each step writes keys and values at its position
 (``index_copy_``), attends to the whole cache under the mask ``key <= position``, and takes the likeliest token. The cache
 holds random keys and values in front of the last ``--tokens`` positions of the context, which are decoded: ``tokens_per_s`` counts
 those of all sequences of the batch. ``ours`` and ``compile`` (plain torch.compile) get the same model, ``sdpa`` is plain
@@ -24,7 +25,45 @@ PROVIDERS = ("ours", "compile", "sdpa", "ours_graphs", "compile_graphs", "sdpa_g
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, MLP, VOCAB = 8, 4096, 32, 8, 128, 14336, 32000
 
 
-def build(context: int, batch: int, spelling: str, device: str = "cuda", small: bool = False) -> Any:
+def _from_transformers(context: int, batch: int, spelling: str, sizes: tuple[int, ...]) -> Any:
+    """LlamaForCausalLM with its cache, on the default device, called as the plain decoder is."""
+    import torch
+    from torch import Tensor, nn
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    layers, hidden, heads, kv_heads, mlp = sizes
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=VOCAB,
+        num_key_value_heads=kv_heads, max_position_embeddings=context, attn_implementation=spelling,
+    )  # fmt: skip
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            device = torch.get_default_device()
+            self.model = LlamaForCausalLM(config).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+            self.cache = StaticCache(config=config, max_cache_len=context)
+            self.cache.early_initialization(batch, kv_heads, hidden // heads, self.model.dtype, device)
+            for layer in self.cache.layers:
+                layer.keys.normal_()
+                layer.values.normal_()
+
+        def start(self, first: int) -> None:
+            for layer in self.cache.layers:  # newer versions count what was written themselves
+                if isinstance(getattr(layer, "cumulative_length", None), Tensor):
+                    layer.cumulative_length.fill_(first)
+
+        def forward(self, ids: Tensor, position: Tensor) -> Tensor:
+            at = position[None].expand(batch, 1)
+            given = {"past_key_values": self.cache, "position_ids": at, "cache_position": position, "use_cache": True}
+            return self.model(input_ids=ids, **given).logits[:, -1]
+
+    return Decoder().eval().requires_grad_(False)
+
+
+def build(
+    context: int, batch: int, spelling: str, device: str = "cuda", small: bool = False, library: str = "torch"
+) -> Any:
     """The model; ``small`` for a machine without a GPU."""
     import torch
     import torch.nn.functional as F
@@ -90,14 +129,18 @@ def build(context: int, batch: int, spelling: str, device: str = "cuda", small: 
 
     torch.manual_seed(0)
     with torch.device(device):
+        if library == "transformers":
+            return _from_transformers(context, batch, spelling, (layers, hidden, heads, kv_heads, mlp))
         model = Decoder().to(torch.float32 if device == "cpu" else torch.bfloat16)
     return model.eval().requires_grad_(False)
 
 
-def generate(step: Any, ids: Any, first: int, tokens: int) -> Any:
-    """Ids [B, tokens] that follow ``ids`` [B, 1] from position ``first`` on."""
+def generate(model: Any, step: Any, ids: Any, first: int, tokens: int) -> Any:
+    """Ids [B, tokens] that follow ``ids`` [B, 1] from position ``first`` on; ``step``: the model, compiled or not."""
     import torch
 
+    if hasattr(model, "start"):
+        model.start(first)
     found, position = [], torch.tensor([first], device=ids.device)
     for _ in range(tokens):
         ids = step(ids, position).argmax(-1, keepdim=True)
@@ -106,7 +149,15 @@ def generate(step: Any, ids: Any, first: int, tokens: int) -> Any:
     return torch.cat(found, 1)
 
 
-def worker(context: int, batch: int, provider: str, tokens: int) -> None:
+def _first_logits(model: Any, step: Any, ids: Any, first: int) -> Any:
+    import torch
+
+    if hasattr(model, "start"):
+        model.start(first)
+    return step(ids, torch.tensor([first], device=ids.device))
+
+
+def worker(context: int, batch: int, provider: str, tokens: int, library: str) -> None:
     import torch
     from torch._dynamo.utils import counters
 
@@ -114,7 +165,7 @@ def worker(context: int, batch: int, provider: str, tokens: int) -> None:
     mode = "reduce-overhead" if provider.endswith("_graphs") else None
     row: dict[str, Any] = {"context": context, "batch": batch, "provider": provider}
     try:
-        model = build(context, batch, "sdpa" if kind == "sdpa" else "eager")
+        model = build(context, batch, "sdpa" if kind == "sdpa" else "eager", library=library)
         how: dict[str, Any] = {"mode": mode}
         if kind == "ours":
             from fa_inductor.backend import fa_inductor
@@ -126,22 +177,22 @@ def worker(context: int, batch: int, provider: str, tokens: int) -> None:
         ids = torch.arange(batch, device="cuda")[:, None]
         first = context - tokens
         with torch.no_grad():
-            generate(step, ids, first, 4)
+            generate(model, step, ids, first, 4)
             compiled = counters["stats"]["unique_graphs"]
             torch.cuda.synchronize()
             _turns.wait_for_turn()
-            generate(step, ids, first, 8)
+            generate(model, step, ids, first, 8)
             best = 0.0
             for _ in range(3):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                made = generate(step, ids, first, tokens)
+                made = generate(model, step, ids, first, tokens)
                 torch.cuda.synchronize()
                 best = max(best, batch * tokens / (time.perf_counter() - start))
             row["tokens_per_s"], row["recompiles"] = best, counters["stats"]["unique_graphs"] - compiled
             row["ms_per_step"] = 1e3 * batch / best
             row["ids"] = made[0, :4].tolist()
-            logits, right = step(ids, torch.tensor([first], device="cuda")), model(ids, torch.tensor([first], device="cuda"))
+            logits, right = (_first_logits(model, f, ids, first) for f in (step, model))
             row["error"] = float((logits.float() - right.float()).norm() / right.float().norm())
     except Exception as e:
         row["reason"] = f"{type(e).__name__}: {e}"[:300]
@@ -151,6 +202,7 @@ def worker(context: int, batch: int, provider: str, tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(_common.RESULTS / "generate.json"))
+    parser.add_argument("--model", default="torch", choices=("torch", "transformers"))
     parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
@@ -160,7 +212,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=PROVIDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.contexts[0], args.batch, args.worker, args.tokens)
+        worker(args.contexts[0], args.batch, args.worker, args.tokens, args.model)
         return
     import torch
 
@@ -182,7 +234,7 @@ def main() -> None:
         print(f"{row['context']} {row['provider']}: {said}", flush=True)
         _common.save(args.out, {**head, "results": results})
 
-    sizes = ["--batch", str(args.batch), "--tokens", str(args.tokens)]
+    sizes = ["--batch", str(args.batch), "--tokens", str(args.tokens), "--model", args.model]
     commands = [_common.worker_command("benchmarks.generate", "--worker", p, "--contexts", str(c), *sizes) for c, p in rows]
     _turns.run(commands, args.jobs, done, args.timeout)
 

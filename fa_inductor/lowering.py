@@ -328,8 +328,8 @@ def _lower_cached(
     reason = _refusal(kernel, (q, k, v, *beside), captures)
     if reason:
         return _fallback(caches.cached_attention, args, reason)
-    tensors = (x if x is None else realised(x) for x in (table, k_scale, v_scale))
-    stored = Cache(CacheForm.parse(cache), *tensors, sympy.sympify(keys))
+    table, k_scale, v_scale = (x if x is None else realised(x) for x in (table, k_scale, v_scale))
+    stored = Cache(CacheForm.parse(cache), table, k_scale, v_scale, sympy.sympify(keys))
     spec = AttentionSpec.parse(program)
     o = Operands(realised(q), realised(k), realised(v), [realised(c) for c in captures], list(sizes), spec, [], stored)
     return _forward(o, kernel, lambda reason: _fallback(caches.cached_attention, args, reason))
@@ -423,7 +423,7 @@ def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
     pack = packs_heads(problem, config)
     tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
     processors = torch.cuda.get_device_properties(o.q.get_device()).multi_processor_count
-    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors)
+    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors, problem.cache)
 
 
 def _lower_backward(

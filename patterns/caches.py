@@ -126,7 +126,8 @@ class _Descent:
         self.match, self.operand, self.stored, self.place = match, operand, stored, match.place
         self.prover = Prover({s: (sympy.Integer(0), d - 1) for s, d in match.extents.items()})
         self.key = match.groups["key"]
-        self.page, self.table, self.wraps = 0, None, True
+        self.page, self.wraps = 0, True
+        self.table: Operand | None = None
         self.product: torch.dtype | None = None
         self.scale: tuple[fx.Node | float, Index] | None = None
         self.extents: Extents = {}

@@ -159,10 +159,11 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((64, 64, 4, 2))),  # causal: 598 576 573
 }  # fmt: skip
 
-# Masks that compare what is captured of a query and of a key: few tiles a block. Measured with 8 documents in S.
+# Masks that compare what is captured of a query and of a key: few tiles a block. Measured with 8 documents in S; packed: 32768
+# tokens in 23 documents of log-normal length (benchmarks/_packed.py).
 _DOCUMENTS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "dkdv"): (*_rows((64, 64, 4, 2)), *_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3))),  # 278 261 260
-    (90, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)),  # 293 290 275
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # 261 278 260; packed 491 433 440
+    (90, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)),  # 293 290 275; packed 490 481 488
 }  # fmt: skip
 
 # Programs that read a bias or mask of the scores' size: its tile needs registers too. Measured with a bias [H, S, S].
@@ -230,6 +231,8 @@ class Use:
         documents: whether the mask compares something captured of the query with something captured of the key.
         lean: whether next to nothing is computed of a score (Program.lean), and no loop over the heads of a group is around it.
         shared: bytes of shared memory that one program may have on the device; None: as much as :data:`SHARED` says.
+        pages: whether keys and values are read through a table of pages.
+        bits: whether keys or values are stored in 8 bits.
     """
 
     arch: int
@@ -243,6 +246,8 @@ class Use:
     documents: bool = False
     lean: bool = False
     shared: int | None = None
+    pages: bool = False
+    bits: bool = False
 
 
 def candidates(use: Use, which: str) -> list[TileConfig]:
@@ -286,6 +291,12 @@ def _is_window(use: Use) -> bool:
 FEW_ROWS = 64
 
 
+#: Whether there are pages, whether elements are stored in 8 bits -> (keys, fewest warps, stages) of a decoding step's tile.
+#: 16 x 8192 keys, the kernel alone, GB/s of what is stored (plain: 3949): pages of 16 3914 and with 32 keys 3757, of 64 3930
+#: and 3819; int8 2494 and with two warps 2403; int8 in pages of 16 2259 and with 128 keys and four warps 2203.
+_FEW_ROWS = {(False, False): (32, 2, 3), (True, False): (64, 2, 3), (False, True): (64, 4, 3), (True, True): (64, 2, 3)}
+
+
 def few_rows(use: Use) -> TileConfig | None:
     """The tile for a decoding step: reading K and V is all there is to do, and narrow tiles keep most of it in flight.
 
@@ -298,9 +309,10 @@ def few_rows(use: Use) -> TileConfig | None:
     block_m, dim = max(16, 1 << (use.rows - 1).bit_length()), max(64, use.qk_pad, use.v_pad)
     if block_m * dim > 64 * 128:
         return None  # The accumulator and a share of the keys for each program would spill.
+    keys, warps, stages = _FEW_ROWS[use.pages, use.bits]
     # As few warps as hold the tile in registers.
-    num_warps = max(2, block_m * dim // (1024 if dim > 128 or block_m > 32 else 2048))
-    return TileConfig(block_m, 16 if dim > 256 else 32, num_warps, 3 if dim <= 128 else 2)
+    num_warps = max(warps, block_m * dim // (1024 if dim > 128 or block_m > 32 else 2048))
+    return TileConfig(block_m, 16 if dim > 256 else keys, num_warps, stages if dim <= 128 else 2)
 
 
 def _short(config: TileConfig, rows: int) -> TileConfig:

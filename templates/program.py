@@ -314,6 +314,12 @@ class Program:
         # skipped.
         return not backward or self.masks_exactly
 
+    @property
+    def fill_vanishes(self) -> bool:
+        """Whether a finite fill is as good as -inf in each row that keeps a key."""
+        value = self.masked.fill_value
+        return self.masked.keep != TRUE and value is not None and -math.inf < value <= VANISHING_FILL
+
     @cached_property
     def loads_tiles(self) -> bool:
         """Whether a tensor is read at every (q_idx, kv_idx): a bias or a mask of the scores' size, or a gather."""

@@ -126,6 +126,11 @@ def plan(program: Program, problem: Problem, *, keys: bool, backward: bool, pack
         edges.append(f"({tile} < full_lo)")
     printer.lines.append(f"full_hi = tl.minimum({text(full_high)}, {length})")
     edges.append(f"({tile} + {block} > full_hi)")
+    if keys and not backward and not skip and not found.rest and program.fill_vanishes:
+        # Whether every row keeps a key is seen now: the block then has keys that all of its rows keep.
+        printer.lines.append(f"seen = {'full_lo' if full_low != Const(0) else '0'} < full_hi")
+        printer.lines.append(f"tile_lo = tl.where(seen, tl.maximum({text(low)}, 0) // {block} * {block}, 0)")
+        printer.lines.append(f"tile_hi = tl.where(seen, tl.minimum({text(high)}, {length}), {length})")
     if summarised:
         printer.lines.append(f"full_lo = tl.maximum(full_lo, whole_lo * {SUMMARY})")
         printer.lines.append(f"full_hi = tl.minimum(full_hi, whole_hi * {SUMMARY})")
@@ -252,6 +257,8 @@ def choose(program: Program, problem: Problem, arch: int, which: str, shared: in
         documents=program.may_skip(which != "forward") and Scan(program.masked.keep, False).compares,
         lean=program.lean and (which != "dkdv" or problem.group == 1),
         shared=shared,
+        pages=problem.cache is not None and problem.cache.page > 0,
+        bits=problem.cache is not None and bool(problem.cache.k or problem.cache.v),
     )
     return candidates(use, which)
 

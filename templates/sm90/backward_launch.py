@@ -265,6 +265,10 @@ def attention_backward(
     return prepared(*operands)
 
 
+#: grad_out, q, k, v, out and lse.
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 def program_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
     sizes: Sequence[int], program: str, wanted: Sequence[bool] = (),
@@ -286,7 +290,7 @@ def program_backward(
 def _prepared(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor],
     sizes: Sequence[int], program: str,
-) -> tuple[Backward, tuple[Tensor, ...]]:  # fmt: skip
+) -> tuple[Backward, Operands]:  # fmt: skip
     """The prepared kernels and the operands as they take them, copied where TMA could not read them."""
     tensors = (grad_out, q, k, v, out)
     if not all(_readable(t) for t in tensors):

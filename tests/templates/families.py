@@ -268,6 +268,21 @@ FAMILIES = [
         (3, 2, 1, 37, 70, 16, 16),
         lambda shape, g: [torch.tensor([70, 33, 5])],
     ),
+    # Static caches: -1 leaves a row without keys, which then averages all of them.
+    Family(
+        "cache_finfo",
+        "attention(score=score * 0.2 + where(kv_idx <= i0[b], 0.0, -3.4028234663852886e+38))",
+        (3, 4, 2, 1, 130, 16, 16),
+        lambda shape, g: [torch.tensor([70, -1, 3])],
+        exact=torch.float32,
+    ),
+    Family(
+        "cache_window_1e9",
+        "attention(score=where((kv_idx <= q_idx + i0[b]) & (kv_idx >= q_idx + i0[b] - 40), score * 0.2, -1000000000.0))",
+        (3, 2, 1, 37, 230, 16, 16),
+        lambda shape, g: [torch.tensor([180, -20, 60])],
+        exact=torch.float32,
+    ),
     Family(
         "threshold_keys",
         "attention(score=where(score * f0[b, kv_idx] > 0.0, score * 0.2, -inf), dead_rows='zero')",

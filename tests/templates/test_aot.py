@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import _common
 from benchmarks._aot import SHARED_LIMIT, GluonRequest, compiled, render, request
@@ -23,6 +24,7 @@ from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
 from fa_inductor.templates.sm90 import backward_launch
 from fa_inductor.templates.sm90.launch import config_of
+from fa_inductor.templates.standalone import _value, complete
 from tests.templates.families import BY_NAME
 
 pytest.importorskip("triton")
@@ -107,13 +109,23 @@ def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
 )  # fmt: skip
 def test_caches(arch: int, form: CacheForm, stored: str) -> None:
     """The tile of a decoding step over pages, 8-bit elements or both."""
-    config = few_rows(Use(arch=arch, element=2, qk_pad=128, v_pad=128, rows=4))
+    kind = {"pages": form.page > 0, "bits": bool(form.k or form.v)}
+    config = few_rows(Use(arch=arch, element=2, qk_pad=128, v_pad=128, rows=4, **kind))
     assert config is not None
     program = "attention(score=where(kv_idx < i0[b], score * 0.088, -inf))"
     captures = (CaptureInfo(1, (frozenset({"b"}),)),)
     problem = Problem(128, 128, group=4, rows=1, captures=captures, wide_captures=(False,), cache=form)
     kinds = {"TABLE": "i64", "K": stored if form.k else "bf16", "V": stored if form.v else "bf16", "CAP0": "i64"}
-    report = compile_for(arch, render(program, problem, "forward", replace(config, splits=4)), **kinds)
+    kernel = render(program, problem, "forward", replace(config, splits=4))
+    # Sizes and strides are numbers, as Inductor writes them under static shapes.
+    batch, keys = 16, 8192
+    cached = (batch * keys // form.page, form.page, 8, 128) if form.page else (batch, keys, 8, 128)
+    shapes = {"Q": (batch, 32, 1, 128), "LSE": (2, 4, batch, 32, 1), "OUT": (4, batch, 32, 1, 128), "CAP0": (batch,),
+              "TABLE": (batch, keys // (form.page or 1)), "KS": (batch, 8, keys), "VS": (batch, 8, keys)}  # fmt: skip
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors |= {name: torch.empty(cached, device="meta").transpose(1, 2) for name in ("K", "V")}
+    known = tuple((s, _value(tensors, [keys], s)) for s in complete(kernel).scalars)
+    report = compiled(replace(request(arch, kernel, "bf16", **kinds), known=known))
     check(arch, report, config)
     assert report["stack"] == report["local"] == 0
 

@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config
 
 from fa_inductor import _compat, lowering, ops, reference
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, direct, splits
 from fa_inductor.templates.rendering import Problem
 from fa_inductor.templates.tiles import SUMMARY
@@ -179,6 +179,8 @@ def test_split_count() -> None:
     assert splits.split_count(1000, 65536, 132) == 1
     assert splits.split_count(8, 100, 132) == 1
     assert splits.split_count(0, 100, 132) == 1
+    assert splits.split_count(128, 8192, 132, CacheForm(16)) == 2
+    assert splits.split_count(128, 8192, 132, CacheForm(16, k="bfloat16")) == 4
 
 
 @pytest.mark.parametrize(("shared", "stages"), [(163 * 1024, 3), (99 * 1024, 2), (None, 3)])
