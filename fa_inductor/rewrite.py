@@ -295,8 +295,11 @@ def _keys_and_values(em: Emitter, match: AttentionMatch, cache: Cache | None) ->
     if cache is None:
         k = em.operand(match.k, (g["batch"], g["kv_heads"], g["key"], g["qk"]), match.dtype)
         return k, em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype), []
-    *stored, blocks = cache.dims(g)
-    k, v = (em.rearrange(em.value(s.node), s.dims, dims) for s, dims in zip((cache.k, cache.v), stored, strict=True))
+    *wanted, blocks = cache.dims(g)
+    k, v = (
+        em.rearrange(em.value(s.node), s.dims, dims) if s.page or s.product else em.operand(o, dims, match.dtype)
+        for s, o, dims in zip((cache.k, cache.v), (match.k, match.v), wanted, strict=True)
+    )
     table = cache.table
     entries = None if table is None else em.rearrange(em.value(table.node), table.dims, blocks)
     return k, v, [entries, *(_scale(em, s) for s in (cache.k.scale, cache.v.scale))]

@@ -61,13 +61,22 @@ def choose_kernel(match: AttentionMatch, options: Options) -> Choice:
     return choice if choice.kernel not in ("reference", "general", "triton") or choice.fp8 else _from_cache(match, choice)
 
 
+#: Most queries for which 8-bit keys and values are dequantised in the kernel. It does so anew for each tile of queries, and many of
+#: those run faster on a copy. An estimate, not measured.
+FEW_QUERIES = 256
+
+
 def _from_cache(match: AttentionMatch, choice: Choice) -> Choice:
     """``choice`` with k and v read as they are stored, where they lie in pages or in 8 bits. They have no gradients then."""
-    if any(needs_grad(match)):
+    bodies = match.place.view.bodies
+    calls = sum(body is bodies[match.place.path] for body in bodies.values())
+    if any(needs_grad(match)) or calls > 1:  # what another call of the sub-graph stores was not looked at
         return choice
     device, stored = _tensor(match.q.node).device, set(caches.STORED)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         stored.discard(torch.float8_e4m3fn)  # which Triton converts from compute capability 8.9 on
+    if size_hint(match, match.extent(match.groups["query"])) > FEW_QUERIES:
+        stored.clear()
     found = find_cache(match, frozenset(stored))
     if found is None:
         return choice

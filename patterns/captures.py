@@ -96,12 +96,42 @@ class SideOperands:
     def _deep(self, node: fx.Node, index: Index, whole: Elem) -> Expr | None:
         key = ("deep", tuple(self.prover.ranges.items()), node, index)
         e, visited = self.place.view.shared(key, lambda: self._pull(node, index))
+        stale = frozenset(x.node for x in elems(e) if not self._at_hand(x.node)) if e is not None else frozenset()
+        if stale:
+            cut = self._held_above(node, stale)
+            e, visited = self.place.view.shared((*key, cut), lambda: self._pull(node, index, cut))
         if e is None or (e == whole and not self.place.emittable(node)):
             return None
         return e if self._acceptable(e, whole) and self.place.gradient_barrier(visited) is None else None
 
-    def _pull(self, node: fx.Node, index: Index) -> tuple[Expr | None, frozenset[fx.Node]]:
-        puller = Puller(self.prover)
+    def _at_hand(self, node: fx.Node) -> bool:
+        return isinstance(value_of(node), torch.SymFloat) or self.place.emittable(node)
+
+    def _held_above(self, node: fx.Node, stale: frozenset[fx.Node]) -> frozenset[fx.Node]:
+        """The last values at hand on the way from ``node`` to ``stale`` ones, which were overwritten after they were read.
+
+        A static cache counts its keys in place; the positions that were computed of the count are still there.
+        """
+        clean: dict[fx.Node, bool] = dict.fromkeys(stale, False)
+        found: set[fx.Node] = set()
+
+        def visit(n: fx.Node) -> bool:
+            """Whether ``n`` can do without stale values, by itself or through what it is computed from."""
+            if n not in clean:
+                clean[n] = True
+                inputs = [visit(i) for i in n.all_input_nodes]
+                if not all(inputs):
+                    clean[n] = self.place.holder(n) is not None
+                    found.update({n} if clean[n] else ())
+            return clean[n]
+
+        visit(node)
+        return frozenset(found)
+
+    def _pull(
+        self, node: fx.Node, index: Index, cut: frozenset[fx.Node] = frozenset()
+    ) -> tuple[Expr | None, frozenset[fx.Node]]:
+        puller = Puller(self.prover, lambda n, i: Elem(n, i, kind_of(dtype(n))) if n in cut else None)
         try:
             e = puller.element(node, index)
         except Unsupported:
@@ -115,7 +145,7 @@ class SideOperands:
             return False
         if len(dense) > (1 if self.dense(whole) else 0):
             return False
-        if not all(isinstance(value_of(x.node), torch.SymFloat) or self.place.emittable(x.node) for x in leaves):
+        if not all(self._at_hand(x.node) for x in leaves):
             return False
         if not all(exact(a, self.prover) for c in e.walk() if _is_step(c) for a in c.children):
             return False

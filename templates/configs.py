@@ -159,11 +159,17 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((64, 64, 4, 2))),  # causal: 598 576 573
 }  # fmt: skip
 
-# Masks that compare what is captured of a query and of a key: few tiles a block. Measured with 8 documents in S; packed: 32768
-# tokens in 23 documents of log-normal length (benchmarks/_packed.py).
+# Masks that compare what is captured of a query and of a key: few tiles a block. Measured with 8 documents in S.
 _DOCUMENTS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # 261 278 260; packed 491 433 440
-    (90, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)),  # 293 290 275; packed 490 481 488
+    (90, 2, 128, "dkdv"): (*_rows((64, 64, 4, 2)), *_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3))),  # 278 261 260
+    (90, 2, 128, "dq"): _rows((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)),  # 293 290 275
+}  # fmt: skip
+
+# The same in long sequences, whose documents may be long too: 23 of log-normal length in 32768 tokens (benchmarks/_packed.py).
+LONG = 8192
+_LONG_DOCUMENTS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    **_DOCUMENTS,
+    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 491 440 433
 }  # fmt: skip
 
 # Programs that read a bias or mask of the scores' size: its tile needs registers too. Measured with a bias [H, S, S].
@@ -267,7 +273,7 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
     elif use.documents and key in _DOCUMENTS:
-        found = _DOCUMENTS[key]
+        found = (_LONG_DOCUMENTS if use.keys is not None and use.keys > LONG else _DOCUMENTS)[key]
     elif use.keys is None and key in _UNKNOWN:
         found = _UNKNOWN[key]
     elif use.keys is not None and use.keys <= SHORT and short in _SHORT:

@@ -169,10 +169,8 @@ def cached_forward(
     """(out, lse) as :mod:`fa_inductor.caches` gives them."""
     shape = (q.shape[0], k.shape[1], keys)
     strides = [(0, 0, t.stride(2), t.stride(3)) for t in (k, v)]
-    keys_like, values_like = (
-        torch.empty_strided((*shape, t.shape[3]), s, device="meta") for t, s in zip((k, v), strides, strict=True)
-    )
-    problem = replace(problem_of(q, keys_like, values_like, captures, sizes), tma=False, cache=form)
+    k_like, v_like = (torch.empty_strided((*shape, t.shape[3]), s, device="meta") for t, s in zip((k, v), strides, strict=True))
+    problem = replace(problem_of(q, k_like, v_like, captures, sizes), tma=False, cache=form)
     tensors = {"Q": q, "K": k, "V": v, "TABLE": table, "KS": scales[0], "VS": scales[1]}
     given = {name: t for name, t in tensors.items() if t is not None}
     return _forward(given, captures, [*sizes, keys], spec, problem, config, k.shape[1], v.shape[3], **options)

@@ -167,7 +167,8 @@ def not_hopper(request: Request, refusal: Callable[..., str] | None = None) -> s
     queries, keys, heads = request.queries, request.keys, request.heads
     if queries is None or keys is None or heads is None:
         return "sizes are not known"
-    spec = Program.under(request.spec, request.facts, False).spec
+    rows, cols = request.facts.q_len, request.facts.kv_len
+    spec = Program.under(request.spec, request.facts, rows is not None and cols is not None and rows <= cols).spec
     asked = (spec, request.dtype, request.qk_dim, request.v_dim, queries, keys, heads)
     if request.backward and refusal is None:
         return form.backward_refusal(*asked, request.grad_slots, request.deterministic)

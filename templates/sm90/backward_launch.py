@@ -195,26 +195,24 @@ class Backward:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) in the layout's order; ``lse`` [B, Hq, M] float32 as the forward wrote it."""
-        return self.with_delta(grad_out, q, k, v, out, lse, captures)[:3]
+        return self.with_delta((grad_out, q, k, v, out, lse), captures)[:3]
 
-    def with_delta(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As a call, and sum_d out * grad_out [B * Hq, M padded to tiles] float32."""
+    def with_delta(self, operands: Sequence[Tensor], captures: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As a call with these, and sum_d out * grad_out [B * Hq, M padded to tiles] float32."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self.with_delta(grad_out, q, k, v, out, lse, captures)
+                return self.with_delta(operands, captures)
+        grad_out, q, k, v, out, lse = operands
         dq, dk, dv = (torch.empty_strided(*size, dtype=self.dtype, device=self.device) for size in self.sizes)
         dq_sum = torch.empty_strided(*self.sizes[0], dtype=torch.float32, device=self.device)
         log2_denom, delta = torch.empty(self.statistics, dtype=torch.float32, device=self.device).unbind()
         self.rows(self.device_index, out, grad_out, lse, log2_denom, delta, dq_sum, *self.row_numbers)
-        operands = (q, k, v, grad_out, log2_denom, delta, dq_sum, dk, dv)
-        descriptors = [form.of(t) for form, t in zip(self.forms, operands, strict=True)]
+        tiled = (q, k, v, grad_out, log2_denom, delta, dq_sum, dk, dv)
+        descriptors = [form.of(t) for form, t in zip(self.forms, tiled, strict=True)]
         turns = torch.zeros(self.turns, dtype=torch.int32, device=self.device) if self.turns else None
         self.main(self.device_index, *descriptors, *self.numbers, turns, *self._program(captures))
         self.sum(self.device_index, dq_sum, dq, *self.sum_numbers)
         return dq, dk, dv, delta
-
 
     def _program(self, captures: Sequence[Tensor]) -> tuple[Any, ...]:
         """The kernel's arguments for the program: what its text takes from outside, and the tiles that its mask leaves."""
@@ -282,7 +280,7 @@ def program_backward(
             are None.
     """
     prepared, operands = _prepared(grad_out, q, k, v, out, lse, captures, sizes, program)
-    *grads, delta = prepared.with_delta(*operands, captures=captures)
+    *grads, delta = prepared.with_delta(operands, captures)
     if not any(wanted):
         return [*grads, *[None] * len(captures)]
     delta = delta[:, : q.shape[2]].view(lse.shape)

@@ -190,6 +190,40 @@ def test_cache_written_in_place(how: str) -> None:
     assert not backend.reasons
 
 
+class Counted(nn.Module):
+    """A cache that counts its keys in place, as that of transformers: the mask's positions were computed of the old count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(B, H, 16, D))
+        self.register_buffer("v", torch.zeros(B, H, 16, D))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        position = torch.arange(q.shape[2]) + self.count
+        low = torch.finfo(q.dtype).min
+        mask = torch.where(torch.arange(16)[None, :] <= position[:, None], 0.0, low)
+        self.k.index_copy_(2, torch.arange(q.shape[2]) + self.count, k)
+        self.v.index_copy_(2, torch.arange(q.shape[2]) + self.count, v)
+        self.count.add_(q.shape[2])
+        return (scores(q, self.k) + mask).softmax(-1) @ self.v
+
+
+def test_positions_outlive_the_count() -> None:
+    """What is captured are the positions, not the mask of them."""
+    ours = Counted()
+    theirs = copy.deepcopy(ours)
+    compiled, backend = fuse(ours)
+    with torch.no_grad():
+        for n in (3, 1, 1, 1):
+            q, k, v = (torch.randn(B, H, n, D) for _ in range(3))
+            torch.testing.assert_close(compiled(q, k, v), theirs(q, k, v))
+    assert backend.fused == backend.report.graphs
+    programs = {site.program for site in backend.report.fused}
+    assert any("kv_idx <= i0[0]" in p for p in programs), programs
+    assert not any("[q_idx, kv_idx]" in p or "m0" in p for p in programs)
+
+
 class Grown(nn.Module):
     """A cache of which what was written so far is read, for groups of four query heads."""
 

@@ -237,6 +237,41 @@ def test_values_alone() -> None:
     assert "cache(v='float32')" in compiled(fn, q, k, v, lengths)[1]
 
 
+def test_stored_beside_a_cast() -> None:
+    """Keys in 8 bits, values in float32 that the user's code rounds."""
+
+    def fn(q, k, v, lengths):
+        return attend(q, k.to(q.dtype), v.to(q.dtype), lengths)
+
+    q, k, v, lengths = stored(torch.int8)
+    _, text = compiled(fn, q.bfloat16(), k, v.float(), lengths)
+    assert "cache(k='bfloat16')" in text
+
+
+def test_many_queries_copy() -> None:
+    def fn(q, k, v, lengths):
+        return attend(q.expand(-1, -1, 300, -1), k.to(q.dtype), v.to(q.dtype), lengths)
+
+    assert "cached_attention" not in compiled(fn, *stored(torch.int8))[1]
+
+
+def test_region_of_several_calls_copies() -> None:
+    """A body stands for each of its calls: what one of them hands it says nothing of the others."""
+
+    @torch.compiler.nested_compile_region
+    def region(q, keys, values, k, v, lengths):
+        return attend(q, keys, values, lengths) + (k.sum() + v.sum()) * 0.0
+
+    def fn(q, k, v, table, lengths):
+        first = region(q, k[table].flatten(1, 2), v[table].flatten(1, 2), k, v, lengths)
+        return first + region(q, k[table].flatten(1, 2) + 1.0, v[table].flatten(1, 2), k, v, lengths)
+
+    run, backend = fuse(fn, rewriting())
+    with torch.no_grad():
+        torch.testing.assert_close(run(*operands()), fn(*operands()))
+    assert "cached_attention" not in graph_text(backend.graphs[0])
+
+
 # ------------------------------------------------------------------------------------------------ copied as before
 def other_tables(q, k, v, table, lengths):
     return attend(q, k[table].flatten(1, 2), v[table.flip(0)].flatten(1, 2), lengths)

@@ -279,8 +279,8 @@ FAMILIES = [
     Family(
         "cache_window_1e9",
         "attention(score=where((kv_idx <= q_idx + i0[b]) & (kv_idx >= q_idx + i0[b] - 40), score * 0.2, -1000000000.0))",
-        (3, 2, 1, 37, 230, 16, 16),
-        lambda shape, g: [torch.tensor([180, -20, 60])],
+        (2, 2, 1, 37, 150, 16, 16),
+        lambda shape, g: [torch.tensor([100, -20])],
         exact=torch.float32,
     ),
     Family(

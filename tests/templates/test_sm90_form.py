@@ -213,6 +213,11 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert template(request(alibi)) == "sm90-tma"
     assert template(request(alibi, backward=True)) == f"sm90-tma, backward {select.HOPPER}"
     assert template(request(alibi, backward=True, grad_slots=(0,))) == "sm90-tma"
+    # Within documents every row keeps its own key where there are as many keys as queries, and the finite fill vanishes.
+    documents = f"where(({CAUSAL}) & ({SAME}), score * 0.1, -1e9)"
+    sizes = {"queries": 16384, "keys": 16384, "backward": True}
+    assert template(request(documents, **sizes)) == "sm90-tma"
+    assert template(request(documents, facts=Facts(16384, 16384), **sizes)) == f"sm90-tma, backward {select.HOPPER}"
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
     assert template(request(causal)) == "sm90-tma"
 
