@@ -119,9 +119,9 @@ class Problem:
     def ours(self, mode: str | None, kernel: str = "triton") -> Callable[..., Any]:
         import torch
 
-        from fa_inductor import lowering, ops
+        from fa_inductor import lowerings, ops
 
-        lowering.register()
+        lowerings.register()
         program, captures = self.program()
         return torch.compile(
             lambda q, k, v: ops.flash_attention(q, k, v, captures, [], program, kernel)[0], mode=mode, dynamic=False

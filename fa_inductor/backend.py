@@ -67,9 +67,9 @@ def compile_with(
     if options.enabled:
         report.record_graph(result.sites, result.seconds)
     if result.fused:
-        from fa_inductor import lowering
+        from fa_inductor import lowerings
 
-        lowering.register()
+        lowerings.register()
     unfused = [s for s in result.sites if s.status != "fused" and not s.fused_already]
     if options.strict and unfused:
         raise StrictModeError(unfused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -12,20 +12,17 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from fa_inductor.diagonal import COLUMN, ROW, ROWS
+from fa_inductor.emitter import DIAGONALS, Emitter
 from fa_inductor.expr import KV_IDX, Q_IDX, Const, Expr, Load, call, substitute
 from fa_inductor.patterns import AttentionMatch
 from fa_inductor.patterns.diagonal import Lookup, Number, Offset, Plan, Pointwise, Whole, plan
 from fa_inductor.patterns.terms import shape, size
 from fa_inductor.spec import AttentionSpec
 
-if TYPE_CHECKING:
-    from fa_inductor.rewrite import Emitter
-
 aten = torch.ops.aten
 
 #: TMA wants rows of a multiple of 16 bytes.
 _MULTIPLE = 8
-SHARED = "diagonals in the graph"
 
 
 def arrange(em: Emitter, match: AttentionMatch, spec: AttentionSpec, captures: list[fx.Node]) -> AttentionSpec:
@@ -67,7 +64,7 @@ def _diagonals(em: Emitter, match: AttentionMatch, spec: AttentionSpec, captures
         if order is None:
             continue
         query, key, others = order
-        made: dict[Any, fx.Node | None] = em.view.shared(SHARED, dict)
+        made: dict[Any, fx.Node | None] = em.view.shared(DIAGONALS, dict)
         at = (match.place.path, em.grad, node, query, key)
         if at not in made:
             found = plan(node, query, key, match.place)

@@ -91,9 +91,9 @@ def _package(exported_program: Any, path: Any, configs: dict[str, Any]) -> str:
 
 
 def _packaged_kernels_only() -> Any:
-    from fa_inductor import lowering
+    from fa_inductor import lowering, lowerings
 
-    lowering.register()
+    lowerings.register()
     return lowering.no_python_kernels()
 
 

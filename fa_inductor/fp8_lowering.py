@@ -19,10 +19,10 @@ from fa_inductor.lowering import (
     _empty,
     _fallback,
     _layout,
-    _lower_forward,
     _refusal,
     _request,
     _select,
+    lower_forward,
 )
 from fa_inductor.lowering_operands import Operands, hint, problem_of, realised
 from fa_inductor.spec import AttentionSpec
@@ -80,7 +80,7 @@ def lower(
     q, k, v, captures = realised(q), realised(k), realised(v), [realised(c) for c in captures]
     o = Operands(q, k, v, captures, list(sizes), AttentionSpec.parse(program), [])
     source = _Source(fp8.fp8_operands, fp8.hopper_fp8_attention, (q, k, v))
-    return _attend(o, source, kernel, format, lambda: _lower_forward(q, k, v, captures, sizes, program, kernel))
+    return _attend(o, source, kernel, format, lambda: lower_forward(q, k, v, captures, sizes, program, kernel))
 
 
 def lower_projected(

@@ -1,6 +1,6 @@
 """The fused ops inside Inductor: generated Triton on CUDA, the op's own kernel elsewhere.
 
-:func:`register` installs one lowering for each op. On CUDA and with ``kernel="triton"`` or "general" it asks
+:mod:`fa_inductor.lowerings` installs one for each op. On CUDA and with ``kernel="triton"`` or "general" it asks
 :mod:`fa_inductor.templates.select` for a template, renders it for the operands at hand and hands Inductor a
 ``TritonTemplate``: what follows the attention is fused into its epilogue, lengths may be symbolic, and under
 max-autotune the configurations are timed against each other. Everything else runs the op's eager kernel.
@@ -51,20 +51,6 @@ def no_python_kernels() -> Iterator[None]:
         yield
     finally:
         _no_python_kernels.reset(token)
-
-
-@lru_cache(maxsize=1)
-def register() -> None:
-    """Install the lowerings. Idempotent; imports Inductor."""
-    from torch._inductor.lowering import register_lowering
-
-    from fa_inductor import caches, fp8, fp8_lowering, ops
-
-    register_lowering(fp8.fp8_attention, type_promotion_kind=None)(fp8_lowering.lower)
-    register_lowering(fp8.fp8_projected_attention, type_promotion_kind=None)(fp8_lowering.lower_projected)
-    register_lowering(ops.flash_attention, type_promotion_kind=None)(_lower_forward)
-    register_lowering(caches.cached_attention, type_promotion_kind=None)(_lower_cached)
-    register_lowering(ops.flash_attention_backward, type_promotion_kind=None)(_lower_backward)
 
 
 # ------------------------------------------------------------------------------------------------- Inductor templates
@@ -291,7 +277,7 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
     return tiles.choose(Program.of(o.spec, problem), problem, arch, which, _compat.shared_memory(o.q.get_device()))
 
 
-def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
+def lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
     from fa_inductor import ops
 
     args = (q, k, v, captures, sizes, program, kernel)
@@ -305,7 +291,7 @@ def _lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Seque
     return _forward(o, kernel, lambda reason: _fallback(ops.flash_attention, args, reason))
 
 
-def _lower_cached(
+def lower_cached(
     q: Any,
     k: Any,
     v: Any,
@@ -426,7 +412,7 @@ def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
     return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors, problem.cache)
 
 
-def _lower_backward(
+def lower_backward(
     grad_out: Any,
     q: Any,
     k: Any,

@@ -88,6 +88,8 @@ def find(match: AttentionMatch, stored: frozenset[torch.dtype]) -> Cache | None:
     """How k and v of a match are stored, None where they are there as q is. ``stored``: 8-bit dtypes that a kernel reads."""
     plain = [Stored(o.node, o.dims) for o in (match.k, match.v)]
     forms = [_Descent(match, o, stored, page).run() for o, page in ((match.k, K_PAGE), (match.v, V_PAGE))]
+    # No kernel multiplies in another dtype: what is cast to float64, say, is copied as the graph says.
+    forms = [[x for x in f if x.product is None or x.product in _PRODUCTS] for f in forms]
     k, v = (f[-1] if f else p for f, p in zip(forms, plain, strict=True))
     if not _same_pages(k, v):
         # Copied together then; what is dequantised before its pages are looked up or needs none can still be read.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from fa_inductor import lowering, ops
+from fa_inductor import lowerings, ops
 from fa_inductor.templates import configs, tiles
 from tests.templates import families
 from tests.templates.families import Family
@@ -26,7 +26,7 @@ LONG = Family("long", CAUSAL, (2, 4, 2, 300, 300, 64, 64))
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     """Lowerings in place, and no compiled graph taken from a cache, which would pass them by."""
-    lowering.register()
+    lowerings.register()
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield

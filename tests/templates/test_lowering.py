@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from fa_inductor import _compat, lowering, ops, reference
+from fa_inductor import _compat, lowering, lowerings, ops, reference
 from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, direct, splits
 from fa_inductor.templates.rendering import Problem
@@ -20,8 +20,8 @@ from tests.templates import families
 @pytest.mark.parametrize("kernel", ["triton", "reference"])
 @pytest.mark.parametrize("name", ["causal", "alibi", "dropout"])
 def test_cpu_runs_the_eager_kernel(name: str, kernel: str) -> None:
-    lowering.register()
-    lowering.register()
+    lowerings.register()
+    lowerings.register()
     family = families.BY_NAME[name]
     o = families.draw(family, torch.float32, "cpu")
     leaves = [t.requires_grad_(need) for t, need in zip([o.q, o.k, o.v, *o.captures], o.needs_grad, strict=True)]
