@@ -84,5 +84,6 @@ def install(version: str) -> None:
     if registry is not None and registry._discover_entrypoint_backends.cache_info().currsize:
         from .backend import fa_inductor
 
-        if "fa_inductor" not in registry._COMPILER_FNS:
+        # Where it found ours (an editable install), it registers what it loads by itself, which may be happening right now.
+        if "fa_inductor" not in registry._BACKENDS:
             registry.register_backend(fa_inductor, name="fa_inductor")

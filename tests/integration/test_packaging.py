@@ -44,6 +44,21 @@ print("close", torch.allclose(out, f(q), atol=1e-5))
 print("fused", fa_inductor.explain(f, options={"kernel": "reference"})(q).counts())
 """
 
+#: What README promises: nothing of ours is imported, before or after, and a misspelt option gets our own error.
+TORCH_ALONE = """
+import torch
+import torch._inductor.compile_fx
+torch._inductor.compile_fx.compile_fx = lambda gm, inputs, **settings: gm.forward
+q = torch.randn(1, 2, 64, 16)
+def f(q): return torch.softmax(q @ q.transpose(-1, -2) * 0.25, -1) @ q
+out = torch.compile(f, backend="fa_inductor", options={"kernel": "reference"})(q)
+print("close", torch.allclose(out, f(q), atol=1e-5))
+try:
+    torch.compile(f, backend="fa_inductor", options={"strickt": True})(q)
+except Exception as error:
+    print("told", "strict" in str(error))
+"""
+
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Standard output of a command that must succeed, in an environment without PYTHONPATH."""
@@ -182,6 +197,7 @@ def site_of(environment: Environment) -> Path:
 def test_installed_wheel_works_anywhere(installed: Environment, tmp_path: Path) -> None:
     home = site_of(installed) / "fa_inductor"
     check_use(run(installed.python, "-c", USE, cwd=tmp_path, WITH_CPP="1"), home, home)
+    assert run(installed.python, "-c", TORCH_ALONE, cwd=tmp_path).split() == ["close", "True", "told", "True"]
 
 
 def test_checkout_shadows_a_plain_install(installed: Environment, tree: Path) -> None:
@@ -193,6 +209,7 @@ def test_checkout_shadows_a_plain_install(installed: Environment, tree: Path) ->
 def test_editable_install(tree: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "venv")
     environment.install("-e", tree, cwd=tmp_path)
+    assert run(environment.python, "-c", TORCH_ALONE, cwd=tmp_path).split() == ["close", "True", "told", "True"]
     check_use(run(environment.python, "-c", USE, cwd=tmp_path), tree / "fa_inductor", tree)
 
 
