@@ -50,6 +50,8 @@ def check(
             raise ProgramError(f"the scale of {name} must be a float tensor [B, Hkv, N] if {form.text} has one")
     if (table is not None) != bool(form.page):
         raise ProgramError(f"a table of pages must be given with {form.text} and only then")
+    if any(t is not None and t.device != q.device for t in (table, *scales)):
+        raise ProgramError(f"the table and the scales must be on {q.device}, as q is")
     if table is not None:
         if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64):
             raise ProgramError(f"the table must be int32 or int64 [B, pages of a sequence], got {table.dtype} {tuple(table.shape)}")

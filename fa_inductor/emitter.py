@@ -69,6 +69,11 @@ class Emitter:
             self._memo[node] = self._value(node)
         return self._memo[node]
 
+    def constant(self, node: fx.Node) -> fx.Node:
+        """As :meth:`value`, without gradient: what is read anew here may be a parameter that the program read under no_grad."""
+        x: fx.Node = self.value(node)
+        return self.call(torch.Tensor.detach, x) if x.meta["example_value"].requires_grad else x
+
     def _value(self, node: fx.Node) -> Any:
         v = node.meta.get("val")
         if isinstance(v, torch.SymInt):

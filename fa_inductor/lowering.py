@@ -248,6 +248,8 @@ def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> s
         return f"kernel {kernel!r} was chosen"
     if device.type != "cuda":
         return f"operands are on {device.type}"
+    if any(t.get_device() != device for t in operands):
+        return f"operands are on {', '.join(sorted({str(t.get_device()) for t in operands}))}"
     for i, t in enumerate(captures):
         # Eager code may mix a CPU scalar in; a kernel would get a pointer that it cannot read.
         if t.get_device() != device:

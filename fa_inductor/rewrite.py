@@ -96,7 +96,7 @@ def _keys_and_values(em: Emitter, match: AttentionMatch, cache: Cache | None) ->
         return k, em.operand(match.v, (g["batch"], g["kv_heads"], g["key"], g["v"]), match.dtype), []
     *wanted, blocks = cache.dims(g)
     k, v = (
-        em.rearrange(em.value(s.node), s.dims, dims) if s.page or s.product else em.operand(o, dims, match.dtype)
+        em.rearrange(em.constant(s.node), s.dims, dims) if s.page or s.product else em.operand(o, dims, match.dtype)
         for s, o, dims in zip((cache.k, cache.v), (match.k, match.v), wanted, strict=True)
     )
     table = cache.table
@@ -112,7 +112,7 @@ def _scale(em: Emitter, scale: Scale | None) -> fx.Node | None:
     if isinstance(scale.by, float):
         x = em.call(torch.ops.aten.scalar_tensor.default, scale.by, dtype=torch.float32, device=em.device)
         return em.rearrange(x, (), (g["batch"], g["kv_heads"], g["key"]))
-    x = em.value(scale.by.node)
+    x = em.constant(scale.by.node)
     if x.meta["example_value"].dim() == 0 and x.meta["example_value"].dtype != scale.dtype:
         x = em.call(torch.Tensor.to, x, scale.dtype)  # a tensor without dimensions has no say in the product's dtype
     looked_up = {a for d in scale.by.dims for a in d} & {BLOCK, SLOT}

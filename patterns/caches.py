@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from fa_inductor.patterns.anchor import is_rearrangement
 from fa_inductor.patterns.index_map import broadcast, pull_view
-from fa_inductor.patterns.operands import Axes, Extents, Level, Operand, merged_axes
+from fa_inductor.patterns.operands import Axes, Extents, Level, Operand, is_moved, merged_axes
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import op_name
 from fa_inductor.patterns.site import AttentionMatch
@@ -196,6 +196,8 @@ class _Descent:
         if op_name(node) not in _CASTS or not isinstance(node.args[0], fx.Node):
             return None
         src, to = node.args[0], dtype(node)
+        if is_moved(node, src):
+            return None
         if dtype(src) in self.stored and to in _PRODUCTS:
             self.product = self.product or to
             return src, index
@@ -216,7 +218,7 @@ class _Descent:
         if not isinstance(x, fx.Node) or not self._from_stored(x) or shape(x) != shape(node):
             return None
         if not isinstance(s, fx.Node):
-            if isinstance(s, bool) or not isinstance(s, (int, float)):
+            if isinstance(s, bool) or not isinstance(s, (int, float)) or abs(s) > torch.finfo(torch.float32).max:
                 return None
             self.scale = (float(s), ())
         else:
@@ -245,6 +247,8 @@ class _Descent:
         if found is None:
             return None
         pages, dim, at, entry, wraps = found
+        if is_moved(pages, entry):  # the lookup itself takes entries from the CPU
+            return None
         behind = dim + (len(shape(entry)) if at is None else 1)
         position = (*index[:dim], self.pages, *index[behind:])
         entry_index = tuple(index[dim:behind]) if at is None else broadcast(at, shape(entry))
@@ -298,7 +302,8 @@ class _Descent:
             pulled = pull_view(node, index, prover)
             if pulled is None and op_name(node) in _CASTS and dtype(node) == torch.int64:
                 src = node.args[0]
-                pulled = (src, index) if isinstance(src, fx.Node) and dtype(src) == torch.int32 else None
+                passes = isinstance(src, fx.Node) and dtype(src) == torch.int32 and not is_moved(node, src)
+                pulled = (src, index) if passes else None  # type: ignore[assignment]
             if pulled is None:
                 break
             node, index = pulled

@@ -20,7 +20,7 @@ from fa_inductor.patterns.index_map import pull_view
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import op_name
-from fa_inductor.patterns.terms import Index, Unsupported, dtype, quotient, shape
+from fa_inductor.patterns.terms import Index, Unsupported, dtype, quotient, shape, tensor_of
 
 Axes = tuple[sympy.Symbol, ...]
 Extents = dict[sympy.Symbol, sympy.Expr]
@@ -100,6 +100,11 @@ def _may_pass_cast(src: torch.dtype, to: torch.dtype, outermost: torch.dtype) ->
     return to is outermost or (new.max >= old.max and new.eps <= old.eps)
 
 
+def is_moved(node: fx.Node, src: fx.Node) -> bool:
+    """Whether ``node`` is a copy of ``src`` on another device: a kernel cannot read what it was copied from."""
+    return tensor_of(node).device != tensor_of(src).device
+
+
 def levels(node: fx.Node, index: Index, prover: Prover, scales: bool) -> Iterator[Level]:
     """``node`` and what it is a rearrangement (or, with ``scales``, a constant multiple) of, outermost first."""
     level = Level(node, index, 1.0, ())
@@ -113,12 +118,12 @@ def levels(node: fx.Node, index: Index, prover: Prover, scales: bool) -> Iterato
         scale = level.scale
         if pulled is None and op_name(n) in ("_to_copy", "convert_element_type"):
             src = n.args[0]
-            if not isinstance(src, fx.Node) or not _may_pass_cast(dtype(src), dtype(n), dtype(node)):
+            if not isinstance(src, fx.Node) or is_moved(n, src) or not _may_pass_cast(dtype(src), dtype(n), dtype(node)):
                 return
             pulled = src, level.index
         if pulled is None and scales:
             factor = _constant_factor(n)
-            if factor is not None:
+            if factor is not None and abs(scale * factor[1]) <= torch.finfo(torch.float32).max:
                 pulled, scale = (factor[0], level.index), scale * factor[1]
         if pulled is None:
             return

@@ -51,7 +51,8 @@ ZERO, ONE = Const(0.0), Const(1.0)
 HUGE = 8192.0
 
 #: A finite fill at or below this vanishes next to any kept logit: exp(fill - max) underflows to 0 unless the scores
-#: of the row are themselves below fill + 104, which for half precision operands means overflow.
+#: of the row are themselves below fill + 104, which for half precision operands means overflow. What is loaded and added to
+#: the scores may be that low as well: padding, beside a causal fill, takes every key from a row that keeps some by its position.
 VANISHING_FILL = -30000.0
 
 #: What one comparison of indices, a number apart, is made of.
@@ -217,6 +218,12 @@ def keeps_diagonal(keep: Expr, facts: Facts) -> bool:
     return holds(normalise(substitute(keep, {KV_IDX: Q_IDX})))
 
 
+def _vanishes(masked: MaskedScore) -> bool:
+    """Whether masked entries weigh nothing in a row that keeps a key, by a finite fill."""
+    value = masked.fill_value
+    return value is not None and -math.inf < value <= VANISHING_FILL and not may_be_huge(masked.live)
+
+
 @dataclass(frozen=True)
 class Program:
     """One attention as the kernels compute it.
@@ -244,8 +251,7 @@ class Program:
         if masked.fill is None or masked.keep == TRUE:
             return Program(spec, masked, True)
         keeps = row_always_has_key(masked.keep, facts) or (square and keeps_diagonal(masked.keep, facts))
-        value = masked.fill_value
-        if keeps and value is not None and -math.inf < value <= VANISHING_FILL:
+        if keeps and _vanishes(masked):
             spec = replace(spec, score=call("where", masked.keep, masked.live, Const(-math.inf)))
             masked = split_mask(spec.score)
         return Program(spec, masked, keeps)
@@ -317,8 +323,7 @@ class Program:
     @property
     def fill_vanishes(self) -> bool:
         """Whether a finite fill is as good as -inf in each row that keeps a key."""
-        value = self.masked.fill_value
-        return self.masked.keep != TRUE and value is not None and -math.inf < value <= VANISHING_FILL
+        return self.masked.keep != TRUE and _vanishes(self.masked)
 
     @cached_property
     def loads_tiles(self) -> bool:

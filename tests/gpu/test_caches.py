@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_inductor.backend import fa_inductor
-from tests.patterns import test_caches as forms
+from tests.patterns import test_stored_keys as forms
 
 pytestmark = pytest.mark.gpu
 

@@ -262,6 +262,14 @@ FAMILIES = [
         (2, 2, 1, 45, 45, 16, 16),
         _padding,
     ),
+    # Padding on the left that is added: its rows keep keys by their positions, all of which are as low as the fill.
+    Family(
+        "padding_added_finfo",
+        f"attention(score=where({CAUSAL}, score * 0.2 + f0[b, kv_idx], -3.4028234663852886e+38))",
+        (2, 2, 1, 45, 45, 16, 16),
+        lambda shape, g: [torch.zeros(2, 45).index_fill(1, torch.arange(3), torch.finfo(torch.float32).min)],
+        exact=torch.float32,
+    ),
     Family(
         "key_lengths",
         "attention(score=where(kv_idx < i0[b], score * 0.2, -inf))",

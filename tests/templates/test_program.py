@@ -67,7 +67,9 @@ def test_finite_fill_that_vanishes_becomes_infinite() -> None:
     assert program.may_skip(backward=True)
 
 
-@pytest.mark.parametrize("name", ["dead_1e9", "dead_minus_5", "padding_causal_finfo", "bottom_right_dead_nan"])
+@pytest.mark.parametrize(
+    "name", ["dead_1e9", "dead_minus_5", "padding_causal_finfo", "padding_added_finfo", "bottom_right_dead_nan"]
+)
 def test_rows_without_keys_forbid_skipping(name: str) -> None:
     """A row that may be left without a key averages V (finite fill) or is NaN, and every key then gets a gradient."""
     program = Program.of(BY_NAME[name].spec(), Problem(64, 64, 1))

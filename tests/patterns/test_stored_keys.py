@@ -293,12 +293,6 @@ def shifted(q, k, v, table, lengths):
     return attend(q, *(x[table].flatten(1, 2)[:, 1:] for x in (k, v)), lengths)
 
 
-def by_mask(q, k, v, table, lengths):
-    keep = torch.zeros(POOL, dtype=torch.bool)
-    keep[: B * RUN] = True
-    return attend(q, *(x[keep].view(B, -1, KV, DIM) for x in (k, v)), lengths)
-
-
 def twice(q, k, v, table, lengths):
     return attend(q, *(x[table[:, :1]][:, 0][torch.arange(B)] for x in (k, v)), lengths.clamp_max(PAGE))
 
@@ -310,7 +304,10 @@ def written_between(q, k, v, table, lengths):
     return attend(q, keys, v[table].flatten(1, 2), lengths) + pages.sum()
 
 
-@pytest.mark.parametrize("fn", [other_tables, turned_pages, shifted, twice, written_between], ids=lambda f: f.__name__)
+COPIED = [other_tables, pages_by_head, turned_pages, shifted, twice, written_between]
+
+
+@pytest.mark.parametrize("fn", COPIED, ids=lambda f: f.__name__)
 def test_other_lookups_are_copied(fn: Callable) -> None:
     text = compiled(fn, *operands())[1]
     assert "cached_attention" not in text
@@ -325,6 +322,72 @@ def test_training_copies() -> None:
     assert "cached_attention" not in graph_text(backend.graphs[0])
     (expected,) = torch.autograd.grad(indexed(q, k, v, table, lengths).sum(), k)
     torch.testing.assert_close(grad, expected)
+
+
+def test_read_without_gradient() -> None:
+    """Parameters that are looked up and scaled under no_grad, behind the op again what has no gradient."""
+
+    def fn(q, k, v, table, lengths, scale, weight):
+        with torch.no_grad():
+            k, v = ((x[table].float() * scale).flatten(1, 2) for x in (k, v))
+        out = attend(q, k, v, lengths)
+        return out, out * weight
+
+    def run(f: Callable) -> tuple[Tensor, bool, Tensor]:
+        out, weighted = f(q, k, v, table, lengths, scale, weight)
+        return out, out.requires_grad, torch.autograd.grad(weighted.sum(), weight)[0]
+
+    q, k, v, table, lengths = operands()
+    k, v = k.to(torch.int8), v.requires_grad_()
+    scale, weight = torch.rand(KV, 1, requires_grad=True), torch.ones(DIM, requires_grad=True)
+    compiled_fn, backend = fuse(fn, rewriting())
+    torch.testing.assert_close(run(compiled_fn), run(fn))
+    assert "cached_attention" not in graph_text(backend.graphs[0])  # values in float32 are copied: one lookup for both
+    torch._dynamo.reset()
+    v = v.detach().to(torch.int8)
+    compiled_fn, backend = fuse(fn, rewriting())
+    torch.testing.assert_close(run(compiled_fn), run(fn))
+    assert "cached_attention" in graph_text(backend.graphs[0])
+
+
+@pytest.mark.parametrize("how", ["table", "int32 table", "8 bits", "floats"])
+def test_other_devices(how: str) -> None:
+    """What lies on the CPU, of which a lookup or a copy makes what the attention reads, is not handed to a kernel."""
+
+    def fn(q, k, v, table, lengths):
+        if how == "8 bits":
+            k, v = (x.to("meta", torch.float32) for x in (k, v))
+        if how == "floats":
+            k, v = (x.to("meta") for x in (k, v))
+        if how == "int32 table":
+            table = table.to("meta", torch.int64)
+        return attend(q, *(x[table].flatten(1, 2) for x in (k, v)), lengths)
+
+    q, k, v, table, lengths = operands()
+    k, v = (x.to(torch.int8) if how == "8 bits" else x.to("cpu" if how == "floats" else "meta") for x in (k, v))
+    table = {"table": table, "int32 table": table.int()}.get(how, table.to("meta"))
+    run, backend = fuse(fn, rewriting())
+    with torch.no_grad():
+        assert run(q.to("meta"), k, v, table, lengths.to("meta")).is_meta
+    assert backend.fused == 1, backend.reasons
+    for node in backend.graphs[0].graph.nodes:
+        if node.target in (caches.cached_attention, ops.flash_attention):
+            given = [x for x in node.all_input_nodes if isinstance(x.meta["example_value"], Tensor)]
+            assert {x.meta["example_value"].device.type for x in given} == {"meta"}
+
+
+def test_numbers_beyond_float32() -> None:
+    """What float32 has no number for stays with the code that multiplies."""
+
+    def fn(q, k, v, lengths):
+        return attend(q, k.to(q.dtype) * 1e39, v.to(q.dtype) * 1e39, lengths)
+
+    q, k, v, lengths = stored(torch.int8)
+    run, backend = fuse(fn, rewriting())
+    with torch.no_grad():
+        torch.testing.assert_close(run(q, k, v, lengths), fn(q, k, v, lengths), equal_nan=True)
+    assert backend.fused == 1
+    assert "cached_attention" not in graph_text(backend.graphs[0])
 
 
 @pytest.mark.parametrize("how", ["feature", "group", "twice", "added"])
