@@ -63,6 +63,14 @@ class Emitter:
             self.graph.erase_node(n)
         self.made.clear()
 
+    def discard(self, start: int) -> None:
+        """Erase the nodes made since ``made`` had ``start`` of them."""
+        gone = self.made[start:]
+        del self.made[start:]
+        self._memo = {n: x for n, x in self._memo.items() if x not in gone}
+        for n in reversed(gone):
+            self.graph.erase_node(n)
+
     # -- values
     def value(self, node: fx.Node) -> Any:
         """The Dynamo node that holds ATen value ``node`` here, computed anew where nobody holds it."""
@@ -357,7 +365,7 @@ def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: l
     lengths = [_text(n) for t in (q, k) for n in t.meta["example_value"].shape[:3]]
     key = ("mask", em.match.place.path, str(spec.score), str(em.match.dtype), *captures, *map(str, sizes), *lengths)
     made: dict[Any, fx.Node] = em.view.shared("masks in the graph", dict)
-    if key not in made:
+    if key not in made or not made[key] < em.anchor:
         made[key] = em.call(cpu_export.mask, q, k, captures, sizes, spec.program)
     return made[key]
 
