@@ -60,6 +60,14 @@ class Emitter:
             self.graph.erase_node(n)
         self.made.clear()
 
+    def discard(self, start: int) -> None:
+        """Erase the nodes made since ``made`` had ``start`` of them."""
+        gone = self.made[start:]
+        del self.made[start:]
+        self._memo = {n: x for n, x in self._memo.items() if x not in gone}
+        for n in reversed(gone):
+            self.graph.erase_node(n)
+
     # -- values
     def value(self, node: fx.Node) -> Any:
         """The Dynamo node that holds ATen value ``node`` here, computed anew where nobody holds it."""

@@ -156,7 +156,7 @@ def _mask(em: Emitter, q: fx.Node, k: fx.Node, captures: list[fx.Node], sizes: l
     lengths = [_text(n) for t in (q, k) for n in t.meta["example_value"].shape[:3]]
     key = ("mask", em.match.place.path, str(spec.score), str(em.match.dtype), *captures, *map(str, sizes), *lengths)
     made: dict[Any, fx.Node] = em.view.shared(MASKS, dict)
-    if key not in made:
+    if key not in made or not made[key] < em.anchor:
         made[key] = em.call(cpu_export.mask, q, k, captures, sizes, spec.program)
     return made[key]
 

@@ -76,14 +76,20 @@ class Lookup:
 Plan = Whole | Offset | Number | Pointwise | Lookup
 
 
-def plan(node: fx.Node, query: int, key: int, place: Place) -> Plan | None:
+def plan(node: fx.Node, dims: Sequence[sympy.Expr], query: int, key: int, place: Place) -> Plan | None:
     """How ``node``'s elements follow from ``d``, the index of dimension ``key`` less that of ``query``; None where they are not
-    proven to. Axis 0 of the result is d, axis i the i-th of the other dimensions (the sizes of these are unchanged)."""
-    dims = shape(node)
+    proven to. Axis 0 of the result is d, axis i the i-th of the other dimensions (the sizes of these are unchanged).
+
+    Args:
+        dims: ``node``'s sizes; or those with the dimensions ``query`` and ``key = query + 1`` where it has one of both.
+    """
     names = [sympy.Symbol(f"t{i}", integer=True) for i in range(len(dims))]
+    index = tuple(names)
+    if len(shape(node)) < len(dims):
+        index = (*names[:query], names[query] * dims[key] + names[key], *names[key + 1 :])
     walk = _Walk(place, names, dims, query, key)
     try:
-        found = walk.value(node, tuple(names))
+        found = walk.value(node, index)
     except Unsupported:
         return None
     if isinstance(found, (Whole, Number)) or place.gradient_barrier(walk.visited) is not None:

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from fa_inductor import capture_layout, rewrite
+from fa_inductor.config import Options
+from fa_inductor.graph_pass import AttentionPass
 
 LENGTH = 600
 
@@ -171,4 +174,111 @@ def test_others_stay(name: str, seen: list[Any]) -> None:
     for p, g in zip(model.parameters(), grads, strict=True):
         if g is not None and p.grad is not None:
             torch.testing.assert_close(p.grad, g, rtol=1e-3, atol=1e-3)
+    assert not any("q_idx % 128" in program for program, _ in seen)
+
+
+# ------------------------------------------------------------------------------------ sharing, sub-graphs, what cannot be built
+def check(
+    f: Callable[..., Any], x: list[Tensor], parameters: list[Tensor], dynamic: bool | None = None, error: float = 1e-3
+) -> None:
+    """Outputs and gradients of ``f``, rewritten and run by ATen's kernels, against eager."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        AttentionPass(Options(kernel="reference"))(gm)
+        return aot_eager(gm, inputs)
+
+    def step(g: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in x]
+        out = g(*leaves)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), [*leaves, *parameters])]
+
+    for a, b in zip(step(torch.compile(f, backend=backend, dynamic=dynamic)), step(f), strict=True):
+        torch.testing.assert_close(a, b, rtol=error, atol=error * float(b.abs().max()))
+
+
+def qkv(queries: int = 520, keys: int = 560) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 4, n, 8) for n in (queries, keys, keys)]
+
+
+@torch.compiler.nested_compile_region
+def region(q: Tensor, k: Tensor, v: Tensor, table: Tensor, at: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) + F.embedding(at, table).permute(2, 0, 1), -1) @ v
+
+
+def test_calls_of_one_region_with_other_positions(seen: list[Any]) -> None:
+    """Only the first call's positions are differences."""
+    model = Biased(t5)
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = positions(q, k) % 32
+        other = (at * 3 + 7 * torch.arange(q.shape[2])[:, None]) % 32
+        return region(q, k, v, model.table.weight, at) + region(q, k, v, model.table.weight, other)
+
+    check(f, qkv(), [model.table.weight])
+
+
+def test_results_in_another_order_than_their_softmaxes(seen: list[Any]) -> None:
+    model = Biased(t5)
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = t5(model, q, k)
+        first, second = torch.softmax(q @ k.mT + bias, -1), torch.softmax(2 * q @ k.mT + bias, -1)
+        later = second @ v
+        return first @ v + 2 * later
+
+    check(f, qkv(), [model.table.weight])
+    assert ["q_idx % 128" in program for program, _ in seen] == [True, True]
+
+
+FLAT: dict[str, Callable[[Biased, Tensor, Tensor], Tensor]] = {
+    "rows": lambda m, q, k: m.table.weight[buckets(positions(q, k)).view(-1)].view(q.shape[2], k.shape[2], 4).permute(2, 0, 1),
+    "columns": lambda m, q, k: m.table.weight.T[:, buckets(positions(q, k)).view(-1)].view(4, q.shape[2], k.shape[2]),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_pairs_in_one_dimension(name: str, seen: list[Any]) -> None:
+    model = Biased(FLAT[name])
+    check(model, qkv(), [model.table.weight])
+    assert ["q_idx % 128" in program for program, _ in seen] == [name == "rows"]
+
+
+def spread(number: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return number.expand(q.shape[2], k.shape[2])
+
+
+PROMOTED: dict[str, Callable[[Biased, Tensor, Tensor], Tensor]] = {
+    # 300 is no int8: with dimensions the number decides what dtype is compared in.
+    "integers": lambda m, q, k: t5(m, q, k).where((positions(q, k) % 90).to(torch.int8) == spread(m.number, q, k), -1.0),
+    "one row for all": lambda m, q, k: t5(m, q, k) * m.table(spread(m.number - 290, q, k)).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", PROMOTED)
+def test_dtypes_of_numbers_with_dimensions(name: str, seen: list[Any]) -> None:
+    model = Biased(PROMOTED[name])
+    model.register_buffer("number", torch.tensor(300))
+    check(model, qkv(), [model.table.weight])
+    assert ["q_idx % 128" in program for program, _ in seen] == [True]
+
+
+def test_what_cannot_be_built_is_captured_whole(seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Any, node: Any) -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(capture_layout._Builder, "_same_dtype", staticmethod(fail))
+    model = Biased(FORMS["scaled"])
+    check(model, qkv(), [model.table.weight, model.heads])
+    assert len(seen) == 1
+    assert "q_idx % 128" not in seen[0][0]
+
+
+@pytest.mark.parametrize(("queries", "dynamic"), [(1, True), (3, True)])
+def test_few_queries_need_no_rows(queries: int, dynamic: bool | None, seen: list[Any]) -> None:
+    """A tensor of diagonals has 128 rows, which would be many times what one or three queries need."""
+    model = Biased(t5)
+    check(model, qkv(queries, 900), [model.table.weight], dynamic)
+    assert seen
     assert not any("q_idx % 128" in program for program, _ in seen)
