@@ -150,7 +150,10 @@ def supports(
         return "the backward would recompute float64 softmax weights from a float32 lse"
     for load in loads_without_gradient(plan):
         if load.kind == FLOAT and len(needs_grad) > 3 + load.slot and needs_grad[3 + load.slot]:
-            return f"{load} is added to the logits and needs a gradient, which ATen's CPU flash attention does not give"
+            return (
+                f"{load} is added to the logits and needs a gradient, which ATen's CPU flash attention does not give "
+                "(inference: under torch.no_grad())"
+            )
     return None
 
 

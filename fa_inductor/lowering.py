@@ -280,6 +280,7 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
 
 
 def lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
+    """``fa_inductor::flash_attention``: (out, lse)."""
     from fa_inductor import ops
 
     args = (q, k, v, captures, sizes, program, kernel)
@@ -307,6 +308,7 @@ def lower_cached(
     cache: str,
     kernel: str,
 ) -> Any:
+    """``fa_inductor::cached_attention``: (out, lse)."""
     import sympy
 
     from fa_inductor import caches
@@ -427,6 +429,7 @@ def lower_backward(
     kernel: str,
     needs_grad: Sequence[bool],
 ) -> Any:
+    """``fa_inductor::flash_attention_backward``: [dq, dk, dv, *gradients of captured tensors]."""
     import torch
 
     from fa_inductor import ops
