@@ -95,12 +95,6 @@ def integer_scores(q, k, v):
     return (q @ k.mT).float().softmax(-1) @ v.float()
 
 
-@lookalike("operands on several devices")
-def on_meta(q, k, v):
-    k = torch.empty_like(k, device="meta")
-    return (q.to("meta") @ k.mT).softmax(-1) @ v.to("meta")
-
-
 # ---------------------------------------------------------------------------------------------------------- transforms
 @lookalike(TRANSFORM)
 def mapped(q, k, v):
