@@ -54,6 +54,14 @@ def environment() -> dict[str, Any]:
     }
 
 
+def gpu_head(module: str) -> dict[str, Any]:
+    """What a result file of the GPU at hand begins with: the device, the versions and the command."""
+    import torch
+
+    command = " ".join([f"python -m {module}", *arguments()])
+    return {"device": torch.cuda.get_device_name(), "environment": environment(), "command": command}
+
+
 def installed_version(distribution: str) -> str | None:
     """Version of an installed distribution, or None."""
     from importlib import metadata

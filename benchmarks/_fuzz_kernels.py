@@ -78,10 +78,7 @@ def backward(
             grads = direct.backward(
                 grad_out, q, k, v, out, lse, captures, sizes, spec, needs_grad, CONFIGS, specialize=False
             )
-    return [
-        q.new_empty(0) if g is None else reference.with_layout(g, spec.layout) if i < 3 else g.contiguous()
-        for i, g in enumerate(grads)
-    ]
+    return ops.returned(grads, q, spec)
 
 
 @contextlib.contextmanager

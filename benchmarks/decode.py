@@ -231,12 +231,9 @@ def main() -> None:
     if args.worker:
         worker(args.worker, args.providers)
         return
-    import torch
 
     head = {
-        "device": torch.cuda.get_device_name(),
-        "environment": _common.environment(),
-        "command": " ".join(["python -m benchmarks.decode", *_common.arguments()]),
+        **_common.gpu_head("benchmarks.decode"),
         "copy_gbs": copy_rate(),
     }
     print(f"copy: {head['copy_gbs']:.0f} GB/s", flush=True)

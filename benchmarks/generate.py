@@ -214,13 +214,8 @@ def main() -> None:
     if args.worker:
         worker(args.contexts[0], args.batch, args.worker, args.tokens, args.model)
         return
-    import torch
 
-    head = {
-        "device": torch.cuda.get_device_name(),
-        "environment": _common.environment(),
-        "command": " ".join(["python -m benchmarks.generate", *_common.arguments()]),
-    }
+    head = _common.gpu_head("benchmarks.generate")
     rows = [(c, p) for c in args.contexts for p in args.providers]
     results: list[dict[str, Any]] = []
 

@@ -135,12 +135,9 @@ def main() -> None:
     if args.worker:
         worker(args.tokens, args.worker)
         return
-    import torch
 
     head = {
-        "device": torch.cuda.get_device_name(),
-        "environment": _common.environment(),
-        "command": " ".join(["python -m benchmarks.ragged", *_common.arguments()]),
+        **_common.gpu_head("benchmarks.ragged"),
         "lengths": _packed.lengths(args.tokens),
     }
     results: list[dict[str, Any]] = []

@@ -127,7 +127,15 @@ def _cached_attention_fake(
     return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
+def _no_backward(ctx: Any, *_grads: Any) -> tuple:
+    raise NotImplementedError(
+        "fa_inductor::cached_attention has no gradient: caches are read as they are stored in inference only, where no operand "
+        "requires one"
+    )
+
+
 _LIB.impl("cached_attention", _cached_attention, "CompositeExplicitAutograd")
+torch.library.register_autograd(cached_attention, _no_backward, lib=_LIB)
 torch.library.register_fake(cached_attention, _cached_attention_fake, lib=_LIB)
 
 

@@ -23,12 +23,13 @@ from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
 from fa_inductor.lowering_operands import Cache, Operands, hint, number, problem_of, realised
+from fa_inductor.lowering_splits import merged, splits_of
 from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem, dense_strides
 from fa_inductor.templates.sm90.form import form_of
-from fa_inductor.templates.splits import merge, split_count, unit_of
+from fa_inductor.templates.splits import unit_of
 
 log = logging.getLogger(__name__)
 
@@ -345,7 +346,7 @@ def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
     arch = select.architecture(request.capability)
     assert arch is not None
     candidates = _candidates(arch, o, problem, "forward")
-    splits = _splits(o, problem, candidates[0])
+    splits = splits_of(o, problem, candidates[0])
     out_size = [batch, heads, rows, o.v.get_size()[3]]
     strides = dense_strides(out_size, spec.layout)
     layout = _layout(o.q, out_size, strides)
@@ -370,50 +371,7 @@ def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
     if splits == 1:
         return out, lse
     unit = unit_of(Program.of(spec, problem))
-    return _merged(out, lse, o.q.get_dtype(), strides, unit, spec.dead_rows == "zero")
-
-
-def _merged(parts: Any, stats: Any, dtype: Any, strides: Sequence[Any], unit: float, dead_zero: bool) -> tuple[Any, Any]:
-    """(out, lse) of what the programs that share a tile's keys have written."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import to_dtype
-
-    out, lse = merge(parts, stats, parts.get_size(), unit, dead_zero, _Lowerings())
-    out = to_dtype(out, dtype)
-    # Left to itself it becomes contiguous, and where another layout was asked for, folding the heads one kernel more.
-    out.realize()
-    return ir.ExternKernel.require_exact_strides(out, strides), lse
-
-
-class _Lowerings:
-    """Inductor's lowerings under the names of the ATen functions."""
-
-    def __getattr__(self, name: str) -> Any:
-        import torch
-        from torch._inductor.lowering import lowerings
-
-        return lowerings[getattr(torch.ops.aten, name)]
-
-
-def _splits(o: Operands, problem: Problem, config: configs.TileConfig) -> int:
-    """Programs that share the keys of a tile of queries; from the sizes at hand where they are run-time sizes.
-
-    Each part is as large as the output, in float32. A graph traced with few queries would hold many times the output of all
-    those that it may be run with: their number must be known, and the batch size too where they are more than few.
-    """
-    import torch
-
-    from fa_inductor.templates.forward import packs_heads
-
-    if problem.rows is None or (number(o.extents[0]) is None and problem.rows * problem.group > configs.FEW_ROWS):
-        return 1
-    batch, heads, kv_heads, rows, cols = (hint(x) for x in o.extents)
-    if batch is None or heads is None or kv_heads is None or rows is None or cols is None:
-        return 1
-    pack = packs_heads(problem, config)
-    tiles = -(-(rows * problem.group if pack else rows) // config.block_m)
-    processors = torch.cuda.get_device_properties(o.q.get_device()).multi_processor_count
-    return split_count(tiles * batch * (kv_heads if pack else heads), cols, processors, problem.cache)
+    return merged(out, lse, o.q.get_dtype(), strides, unit, spec.dead_rows == "zero")
 
 
 def lower_backward(

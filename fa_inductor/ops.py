@@ -227,6 +227,11 @@ def _flash_attention_backward(
             grads = cpu_flash.backward(grad_out, q, k, v, out, lse, captures, sizes, spec, needs_grad)
         else:
             grads = reference.attention_grads(grad_out, q, k, v, captures, sizes, spec, needs_grad)
+    return returned(grads, q, spec)
+
+
+def returned(grads: Sequence[Tensor | None], q: Tensor, spec: AttentionSpec) -> list[Tensor]:
+    """Gradients as ``flash_attention_backward`` returns them: laid out as its shape function says, empty where there is none."""
     return [
         q.new_empty(0) if g is None else reference.with_layout(g, spec.layout) if i < 3 else g.contiguous()
         for i, g in enumerate(grads)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from fa_inductor import _compat, lowering, lowerings, ops, reference
+from fa_inductor import _compat, lowering, lowering_splits, lowerings, ops, reference
 from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, direct, splits
 from fa_inductor.templates.rendering import Problem
@@ -90,7 +90,7 @@ def test_parts_are_merged(dynamic: bool, dead_zero: bool) -> None:
 
     def lower(parts: Any, stats: Any, dead_zero: bool, layout: str) -> list[Any]:
         shape = parts.get_size()
-        return list(splits.merge(parts, stats, shape, splits.LN2, dead_zero, lowering._Lowerings()))
+        return list(splits.merge(parts, stats, shape, splits.LN2, dead_zero, lowering_splits.Lowerings()))
 
     register_lowering(torch.ops.fa_inductor_test.merge.default, type_promotion_kind=None)(lower)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_merged_parts_have_the_layout_asked_for(dynamic: bool) -> None:
 
     def lower(parts: Any, stats: Any, dead_zero: bool, layout: str) -> list[Any]:
         strides = dense_strides(parts.get_size()[1:], layout)
-        return list(lowering._merged(parts, stats, torch.float32, strides, splits.LN2, dead_zero))
+        return list(lowering_splits.merged(parts, stats, torch.float32, strides, splits.LN2, dead_zero))
 
     def run(parts: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
         return merged(parts, stats, True, "bmhd")[0].transpose(1, 2).flatten(2) @ torch.ones(32, 3)
@@ -157,14 +157,14 @@ def test_parts_do_not_outgrow_what_a_graph_was_traced_with(monkeypatch: pytest.M
 
     traced = {sympy.Symbol("s0"): 2, sympy.Symbol("s1"): 8192, sympy.Symbol("s2"): 4}
     batch, keys, rows = traced
-    monkeypatch.setattr(lowering, "hint", lambda x: traced.get(x, x))
+    monkeypatch.setattr(lowering_splits, "hint", lambda x: traced.get(x, x))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
     def count(*extents: Any) -> int:
         operands: Any = SimpleNamespace(extents=extents, q=SimpleNamespace(get_device=lambda: torch.device("cuda", 0)))
         known = None if extents[3] == rows else extents[3]
-        return lowering._splits(operands, Problem(128, 128, 4, rows=known), configs.TileConfig(64, 32, 4, 3))
+        return lowering_splits.splits_of(operands, Problem(128, 128, 4, rows=known), configs.TileConfig(64, 32, 4, 3))
 
     assert count(2, 8, 2, 4, 8192) == count(2, 8, 2, 4, keys) == count(batch, 8, 2, 4, keys) == 32
     assert count(2, 8, 2, rows, 8192) == 1
