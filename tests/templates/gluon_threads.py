@@ -51,6 +51,12 @@ class Shared:
     def permute(self, dims: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*dims))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], _layout: Any) -> Shared:
+        return Shared(self.data.view(-1).view(dtype).view(*shape))
+
     def load(self, _layout: Any = None) -> Tensor:
         return self.data.clone()
 
@@ -114,6 +120,15 @@ class Descriptor:
         there, here = self._overlap(at)
         self.tensor[there] = tile.data[here]
 
+    def add(self, at: Sequence[Any], tile: Shared) -> None:
+        there, here = self._overlap(at)
+        with _ADDS:
+            self.tensor[there] += tile.data[here]
+
+
+#: An addition to memory is whole.
+_ADDS = threading.Lock()
+
 
 def _scalar(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     return lambda x, y: f(torch.as_tensor(x), torch.as_tensor(y))
@@ -134,6 +149,15 @@ def _load(place: Pointer) -> Tensor:
 
 def _store(place: Pointer, value: Tensor, mask: Tensor) -> None:
     place.flat[place.offset[mask]] = value[mask]
+
+
+def _wait_for_turn(turn: Pointer, number: Any) -> None:
+    # One program runs after the other: what it waits for is there.
+    assert turn.flat[turn.offset] >= number, "a program waits for one that starts after it"
+
+
+def _pass_turn(turn: Pointer, number: Any) -> None:
+    turn.flat[turn.offset] = number
 
 
 class Bits:
@@ -183,9 +207,10 @@ class Program:
             program_id=lambda _: torch.tensor(self.index), num_programs=lambda _: self.programs,
             allocate_shared_memory=self._allocate, warp_specialize=self._specialise,
             SliceLayout=nothing, BlockedLayout=nothing, DotOperandLayout=nothing, SwizzledSharedLayout=nothing,
+            NVMMASharedLayout=nothing,
         )  # fmt: skip
 
-    def _atomic_add(self, place: Pointer, by: int) -> Tensor:
+    def _atomic_add(self, place: Pointer, by: int, **_: Any) -> Tensor:
         with self.lock:
             before = place.flat[place.offset].clone()
             place.flat[place.offset] += by
@@ -216,6 +241,10 @@ class Program:
             raise failures[0]
 
 
+#: What is not run as written: additions by TMA, and assembly.
+_REPLACED = ("tma_add", "wait_for_turn", "pass_turn")
+
+
 def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
     """Run ``kernel``, a jitted Gluon function, with tensors as :class:`Pointer` and :class:`Descriptor`."""
     for index in range(programs):
@@ -231,10 +260,11 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             gl=Program(index, programs).language(), mbarrier=mbarrier, warpgroup_mma=_product, warpgroup_mma_wait=_wait,
             fence_async_shared=lambda: None, tma=types.SimpleNamespace(store_wait=lambda _: None),
             tma_load=lambda desc, at, bar, tile: desc.load(at, bar, tile), tma_store=lambda desc, at, tile: desc.store(at, tile),
+            tma_add=lambda desc, at, tile: desc.add(at, tile), wait_for_turn=_wait_for_turn, pass_turn=_pass_turn,
         )  # fmt: skip
         for name, value in list(namespace.items()):
             plain = getattr(value, "fn", None)
-            if isinstance(plain, types.FunctionType) and plain.__module__.startswith("fa_inductor"):
+            if isinstance(plain, types.FunctionType) and plain.__module__.startswith("fa_inductor") and name not in _REPLACED:
                 namespace[name] = _in(plain, namespace)
         namespace.update(accumulator_layout=lambda _: None)
         _in(kernel.fn, namespace)(*arguments, **constants)
