@@ -263,14 +263,14 @@ def kept(
     """Which scores of such a tile the mask keeps, [64 keys, ROWS queries]."""
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     q = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S_LAYOUT))
-    # The queries of a thread differ in all bits but these, so it compares two numbers with constants.
-    after = (n - m)[:, None] - (q & 6)[None, :]
-    q = (q & ~6)[None, :]
-    keep = (q < ROWS) & (n < 64)[:, None]
+    # A thread's keys differ in this bit of theirs and its queries in all but these: it compares one number with constants.
+    after = ((n & ~8) - m)[:, None] - (q & 6)[None, :]
+    ahead = (q & ~6)[None, :] - (n & 8)[:, None]
+    keep = ahead < ROWS
     if HAS_HIGH:
-        keep = keep & (after <= q)
+        keep = keep & (after <= ahead)
     if HAS_LOW:
-        keep = keep & (after - low >= q)
+        keep = keep & (after - low >= ahead)
     if not EVEN:
         keep = keep & (n < left)[:, None]
     return keep
@@ -278,7 +278,7 @@ def kept(
 
 @gluon.jit
 def step(
-    i, m, row, last, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+    i, loads, m, row, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
     q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, left, low,
     query, b, h, whole_first, whole_end, q_len, kv_len, captures, values,
     W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
@@ -335,9 +335,13 @@ def step(
         p = p * (1.0 - gl.minimum(s * s, 1.0))
     if PROGRAM:
         p = score_slope(p, score, b, h, at_q, at_kv, q_len, kv_len, captures, values, loaded)
+    if ROWS == 64:
+        # Of 128 rows there are no registers for it yet.
+        delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     dv_token = warpgroup_mma(p_cast, do, dv, is_async=True)
-    delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
+    if ROWS == 128:
+        delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
     ds = p * (dp - delta[None, :])
     if not SKIP or SELECT:
         # p may be NaN where the score is masked.
@@ -354,7 +358,8 @@ def step(
     dq_token = dq_product(ds_tile, whole(k_smem, i, QK_DIM), W, ROWS, QK_DIM, DQ_LAYOUT)
     # P's registers are free before the next scores need theirs.
     dv = warpgroup_mma_wait(2, deps=[dv_token])
-    s_token = score_product(gl.minimum(i + 1, last), q_smem, k_smem, q_full, W, ROWS, STAGES, QK_DIM, S_LAYOUT)
+    # The last tile has none after it, and computes its own scores once more.
+    s_token = score_product(gl.where(i + 1 < loads, i + 1, i), q_smem, k_smem, q_full, W, ROWS, STAGES, QK_DIM, S_LAYOUT)
     if not DETERMINISTIC:
         tma.store_wait(0)
     dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
@@ -465,8 +470,7 @@ def consumer(
         low = low - high
     start = start - shift
     stop = stop - shift
-    # The last tile has none after it, and computes its own scores once more.
-    last = group * (end - first) - 1
+    loads = group * (end - first)
     mbarrier.wait(kv_full, 0)
     s_token = score_product(0, q_smem, k_smem, q_full, W, ROWS, STAGES, QK_DIM, S_LAYOUT)
     s = warpgroup_mma_wait(0, deps=[s_token])
@@ -476,9 +480,9 @@ def consumer(
     whole_first, whole_end = unmasked(ranges, n_first, b, kv_len, ROWS, 128)
     if PROGRAM:
         values = score_values(b, h, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
-    for i in range(last + 1):
+    for i in range(loads):
         s, dk, dv = step(
-            i, m, row, last, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
+            i, loads, m, row, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
             do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_len - kv_first, low, m + shift,
             b, h, whole_first, whole_end, q_len, kv_len, captures, values, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN,
             SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT, S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,

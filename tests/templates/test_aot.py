@@ -213,7 +213,7 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: in
         ((128, 128), {"deterministic": True}, 0),
         ((128, 128), {"has_high": True, "deterministic": True}, 0),
         ((128, 64), {"has_high": True, "deterministic": True}, 0),
-        ((64, 64), {"has_high": True, "deterministic": True}, 0),
+        ((64, 64), {"has_high": True, "deterministic": True}, 8),  # none with triton 3.7
         ((256, 256), {"has_high": True, "deterministic": True}, 0),
         ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True, "deterministic": True}, 0),
     ],
