@@ -143,8 +143,10 @@ class Backward:
             DescriptorForm(dk, CONSUMER_KEYS, d_tile),
             DescriptorForm(dv_, CONSUMER_KEYS, v_tile),
         ]
-        plain = source is None or source.plain
-        factor = scale * (softcap or 1.0) if plain else source.factor
+        factor = scale * (softcap or 1.0)
+        plain = True
+        if source is not None and not source.plain:
+            plain, factor = False, source.factor
         self.numbers = (
             scale * math.log2(math.e),
             (softcap or 0.0) if plain else factor,
