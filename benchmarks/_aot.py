@@ -271,8 +271,8 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
     tiles = {"q": (c.rows, d), "do": (c.rows, dv), "k": (64, d), "v": (64, dv), "dk": (64, d), "dv": (64, dv)}
     signature = {f"{name}_desc": _descriptor("bf16", 1, 1, *tile) for name, tile in tiles.items()}
     signature |= {name: _descriptor("fp32", 1, c.rows) for name in ("lse_desc", "delta_desc")}
-    signature["dq_desc"] = _descriptor("fp32", 1, 1, 64, c.dq_columns(request.qk_dim))
-    signature |= {"scale": "fp32", "cap": "fp32", "factor": "fp32"}
+    signature["dq_desc"] = _descriptor("fp32", 64, c.dq_columns(request.qk_dim))
+    signature |= {"scale": "fp32", "cap": "fp32"}
     constants = {**c.constants(request.deterministic), "SKIP": True}
     if request.deterministic:
         signature["turns"] = "*i32"

@@ -77,121 +77,104 @@ def dq_columns(rows, qk_dim):
 
 
 @gluon.jit
-def key_tile_of(
-    work, kv_len, num_kv_heads, total_heads, SECTION: gl.constexpr, KEYS: gl.constexpr, DETERMINISTIC: gl.constexpr
-):
-    """(first key, batch, key head, whether the first keys come first): SECTION heads run side by side and share Q and dO in
-    L2. The first keys, which under a causal mask have the most queries, come first, with DETERMINISTIC in the last section
-    alone: see :func:`order_of`."""
+def key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION: gl.constexpr, KEYS: gl.constexpr):
+    """(first key, batch, key head): SECTION heads run side by side and share Q and dO in L2. The first keys, which under a
+    causal mask have the most queries, come first."""
     num_tiles = (kv_len + KEYS - 1) // KEYS
     section = work // (num_tiles * SECTION)
     inside = work - section * (num_tiles * SECTION)
     width = gl.minimum(SECTION, total_heads - section * SECTION)
     head = section * SECTION + inside % width
-    tile = inside // width
-    first_first = section == (total_heads - 1) // SECTION
-    if DETERMINISTIC:
-        tile = gl.where(first_first, tile, num_tiles - 1 - tile)
-    return tile * KEYS, head // num_kv_heads, head % num_kv_heads, first_first
+    return inside // width * KEYS, head // num_kv_heads, head % num_kv_heads
 
 
 @gluon.jit
 def query_tiles(
     n_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
-    EVEN: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """(first, first full, end of full, end) in tiles of ROWS, at least one tile; all others see no key.
+    """(first, end) in tiles of ROWS, at least one tile; all others see no key.
 
     Without SKIP every tile is visited: rows without keys are NaN, and so is what they reach.
     """
     n_last = gl.minimum(n_first + KEYS, kv_len) - 1
     first = 0
     end = (q_len + ROWS - 1) // ROWS
-    full_first = 0
-    full_end = end
-    if HAS_HIGH:
-        if SKIP:
+    if SKIP:
+        if HAS_HIGH:
             first = gl.minimum(gl.maximum(n_first - high, 0) // ROWS, end - 1)
-        full_first = (gl.maximum(n_last - high, 0) + ROWS - 1) // ROWS
-    if HAS_LOW:
-        full_end = gl.maximum(n_first - low + 1, 0) // ROWS
-        if SKIP:
+        if HAS_LOW:
             end = gl.minimum(end, (gl.maximum(n_last - low + 1, 0) + ROWS - 1) // ROWS)
-    if not EVEN:
-        # The last keys' tile is masked throughout.
-        full_first = gl.where(n_first + KEYS > kv_len, end, full_first)
-    end = gl.maximum(end, first + 1)
-    full_first = gl.minimum(gl.maximum(full_first, first), end)
-    full_end = gl.minimum(gl.maximum(full_end, full_first), end)
-    return first, full_first, full_end, end
+    return first, gl.maximum(end, first + 1)
 
 
 @gluon.jit
-def within(first, full_first, full_end, end, ranges, n_first, b, q_len, kv_len, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """What RANGES [B, key tiles, 4] leave of the tiles of :func:`query_tiles`: of all, at least one, and of the full ones."""
+def within(first, end, ranges, n_first, b, q_len, kv_len, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """What RANGES [B, key tiles, 4] leave of the tiles of :func:`query_tiles`, at least one."""
     if ranges is not None:
         at = ranges + 4 * (b * ((kv_len + KEYS - 1) // KEYS) + n_first // KEYS)
         first = gl.minimum(gl.maximum(first, gl.load(at)), (q_len + ROWS - 1) // ROWS - 1)
         end = gl.maximum(gl.minimum(end, gl.load(at + 1)), first + 1)
-        full_first = gl.minimum(gl.maximum(gl.maximum(full_first, first), gl.load(at + 2)), end)
-        full_end = gl.minimum(gl.maximum(gl.minimum(full_end, gl.load(at + 3)), full_first), end)
-    return first, full_first, full_end, end
+    return first, end
+
+
+@gluon.jit
+def unmasked(ranges, n_first, b, kv_len, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """(first query, one past the last) of the tiles that RANGES show to be whole."""
+    first = 0
+    end = 0
+    if ranges is not None:
+        at = ranges + 4 * (b * ((kv_len + KEYS - 1) // KEYS) + n_first // KEYS)
+        first = gl.load(at + 2) * ROWS
+        end = gl.load(at + 3) * ROWS
+    return first, end
 
 
 @gluon.jit
 def order_of(
-    n_first, first_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
-    EVEN: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    n_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """(place of these keys in the order of additions, first query tile and end of those that keys before them visit too).
 
-    Programs start in this order. Last keys first, each from its first query tile on: under a causal mask program n comes to
-    tile n + i in its step i, which the keys after it have left a step ago, so nobody waits. But then the longest programs
-    end the launch, so the last section takes the first keys first, each from its last query tile on: they wait at the
-    start, a turn for every program before them. Both ends of what a tile of keys visits grow with the keys, so those that
-    visit one tile of queries are neighbours.
+    The order is that in which programs start: the first keys first, each from its last query tile on, where under a causal
+    mask all begin. Both ends of what a tile of keys visits grow with the keys, so those that visit one tile of queries are
+    neighbours.
     """
-    tile = n_first // KEYS
-    place = gl.where(first_first, tile, (kv_len + KEYS - 1) // KEYS - 1 - tile)
-    first, _full_first, _full_end, end = query_tiles(
-        gl.where(first_first, n_first - KEYS, n_first + KEYS), q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS,
-        KEYS,
-    )  # fmt: skip
+    first, end = query_tiles(n_first - KEYS, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, KEYS)
+    place = n_first // KEYS
     return place, first, gl.where(place == 0, 0, end)
 
 
 @gluon.jit
-def visited(t, first, end, first_first, DETERMINISTIC: gl.constexpr):
+def visited(t, first, end, DETERMINISTIC: gl.constexpr):
     """The query tile of step ``t`` of ``first`` to ``end``."""
     if DETERMINISTIC:
-        t = gl.where(first_first, first + end - 1 - t, t)
+        t = first + end - 1 - t
     return t
 
 
 @gluon.jit
 def producer(
-    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group, ranges,
+    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
+    lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
+    total_heads, group, ranges,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SKIP: gl.constexpr, EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    SKIP: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
-    first, full_first, full_end, end = query_tiles(
-        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
-    )
-    first, _full_first, _full_end, end = within(
-        first, full_first, full_end, end, ranges, n_first, b, q_len, kv_len, ROWS, 128
-    )
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128)
+    first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
+    first, end = within(first, end, ranges, n_first, b, q_len, kv_len, ROWS, 128)
     mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
-        tma_load(k_desc, [b, kv_head, n_first + w * 64, 0], kv_full, k_smem.slice(w * 64, 64, 2))
-        tma_load(v_desc, [b, kv_head, n_first + w * 64, 0], kv_full, v_smem.slice(w * 64, 64, 2))
+        tma_load(k_desc, [b, kv_head, n_first + w * 64, 0], kv_full, k_smem.index(0).slice(w * 64, 64, 2))
+        tma_load(v_desc, [b, kv_head, n_first + w * 64, 0], kv_full, v_smem.index(0).slice(w * 64, 64, 2))
     i = 0
     for g in range(group):
         h = kv_head * group + g
         row_head = b * (num_kv_heads * group) + h
         for t in range(first, end):
-            m = visited(t, first, end, first_first, DETERMINISTIC) * ROWS
+            m = visited(t, first, end, DETERMINISTIC) * ROWS
             stage = i % STAGES
             mbarrier.wait(q_empty.index(stage), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * ROWS)
@@ -203,29 +186,124 @@ def producer(
             tma_load(do_desc, [b, h, m, 0], do_full.index(stage), do_smem.index(stage))
             tma_load(delta_desc, [row_head, m], do_full.index(stage), delta_smem.index(stage))
             i += 1
+    # The consumers leave dK and dV where K and V were, each in the other's half.
+    mbarrier.wait(stored, 0)
+    for w in gl.static_range(2):
+        tma_store(dv_desc, [b, kv_head, n_first + w * 64, 0], v_smem.index(0).slice((1 - w) * 64, 64, 2))
+        tma_store(dk_desc, [b, kv_head, n_first + w * 64, 0], k_smem.index(0).slice((1 - w) * 64, 64, 2))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hidden_zero(i):
+    """0, for a load ``i``, but not known to be. The addresses of a buffer's parts, the same in every step, would stay in
+    registers, of which there are none to spare: 16 for the K of a product over 128 columns."""
+    return i >> 30
+
+
+@gluon.jit
+def whole(smem, i, DIM: gl.constexpr):
+    """The 128 rows of K or V, for load ``i``."""
+    return smem.index(hidden_zero(i)).reshape([128, DIM])
+
+
+@gluon.jit
+def score_factor(scale, cap, SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr):
+    """What dS is multiplied with in dQ and dK: ``scale`` without log2(e), times the slope of the softcap at 0; or ``cap``."""
+    factor = scale * 0.6931471805599453
+    if SOFTCAP:
+        factor = factor * cap
+    if PROGRAM:
+        factor = cap
+    return factor
+
+
+@gluon.jit
+def course(first, end, head, q_len, ROWS: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """(first query, one past the last, distance of tiles, row of dQ's sum, what is added there at the end of a head) of the
+    tiles that keys visit in every head from ``head`` on; see :func:`visited`."""
+    head_rows = (q_len + ROWS - 1) // ROWS * ROWS
+    start = first * ROWS
+    stop = end * ROWS
+    ahead: gl.constexpr = -ROWS if DETERMINISTIC else ROWS
+    if DETERMINISTIC:
+        start, stop = stop - ROWS, start - ROWS
+    return start, stop, ahead, head * head_rows + start, head_rows - (stop - start)
+
+
+@gluon.jit
+def own_half(smem, i, W: gl.constexpr, DIM: gl.constexpr):
+    """The 64 rows of K or V that a consumer owns."""
+    return whole(smem, i, DIM).slice(W * 64, 64, 0)
+
+
+@gluon.jit
+def crossed(
+    m, left, low, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Whether an end of the band or of the keys crosses a tile of 64 keys, of which ``left`` exist, and ROWS queries.
+
+    Query i of the tile attends to its keys up to the key i + m, from the key i + m + low on.
+    """
+    slack = 0
+    if HAS_HIGH:
+        slack = gl.minimum(slack, m - 63)
+    if HAS_LOW:
+        slack = gl.minimum(slack, 1 - ROWS - (m + low))
+    if not EVEN:
+        slack = gl.minimum(slack, left - 64)
+    return slack < 0
+
+
+@gluon.jit
+def kept(
+    m, left, low,
+    EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Which scores of such a tile the mask keeps, [64 keys, ROWS queries]."""
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    q = gl.arange(0, ROWS, layout=gl.SliceLayout(0, S_LAYOUT))
+    # A thread's keys differ in this bit of theirs and its queries in all but these: it compares one number with constants.
+    after = ((n & ~8) - m)[:, None] - (q & 6)[None, :]
+    ahead = (q & ~6)[None, :] - (n & 8)[:, None]
+    keep = ahead < ROWS
+    if HAS_HIGH:
+        keep = keep & (after <= ahead)
+    if HAS_LOW:
+        keep = keep & (after - low >= ahead)
+    if not EVEN:
+        keep = keep & (n < left)[:, None]
+    return keep
 
 
 @gluon.jit
 def step(
-    i, m, edge, b, h, last, dq_desc, k_all, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
-    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_first, q_len, kv_len, low,
-    high, captures, values, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
+    i, loads, m, row, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, left, low,
+    query, b, h, whole_first, whole_end, q_len, kv_len, captures, values,
+    W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr,
     HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr,
     SELECT: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """(Next scores, dK, dV): add what the queries from ``m`` of head ``h``, load ``i``, contribute; ``s`` are their scores."""
+    """(Next scores, dK, dV): add what the queries of load ``i`` contribute; ``s`` are their scores.
+
+    ``m``, ``left`` and ``low`` as for :func:`crossed`; the queries' rows of dQ's sum begin with ``row``. A score program sees
+    them as those from ``query`` of head ``h``, and what :func:`score_values` gave; the mask keeps all of them from
+    ``whole_first`` to ``whole_end``.
+    """
     stage = i % STAGES
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     q = q_smem.index(stage).reshape([ROWS, QK_DIM])
     do = do_smem.index(stage).reshape([ROWS, V_DIM])
+    v = own_half(v_smem, 0, W, V_DIM)
     if PROGRAM or MASKED:
-        query = m + gl.arange(0, ROWS, layout=ROW)
+        at_q = query + gl.arange(0, ROWS, layout=ROW)
         if not EVEN_Q:
-            query = gl.minimum(query, q_len - 1)
-        at_q = query[None, :]
-        at_kv = keys_from(kv_first, kv_len, S_LAYOUT)
+            at_q = gl.minimum(at_q, q_len - 1)
+        at_q = at_q[None, :]
+        at_kv = keys_from(kv_len - left, kv_len, S_LAYOUT)
     if PROGRAM:
         loaded = score_rows(b, h, at_q, at_kv, q_len, kv_len, captures, values)
     mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
@@ -237,21 +315,19 @@ def step(
     score = s
     if PROGRAM:
         s = score_logit(score, b, h, at_q, at_kv, q_len, kv_len, captures, values, loaded)
-    # ruff: noqa: SIM102 - one at compile time, one at run time
+
     if HAS_HIGH or HAS_LOW or not EVEN or not EVEN_Q or MASKED:
+        edge = crossed(m, left, low, EVEN, HAS_LOW, HAS_HIGH, ROWS)
+        if not EVEN_Q:
+            edge = edge | (query + ROWS > q_len)
+        if MASKED:
+            edge = edge | (query < whole_first) | (query >= whole_end)
         if edge:
+            s = gl.where(kept(m, left, low, EVEN, HAS_LOW, HAS_HIGH, ROWS, S_LAYOUT), s, -float("inf"))
             if MASKED:
                 s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
-            kv_idx = kv_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-            q_idx = m + gl.arange(0, ROWS, layout=ROW)
-            if HAS_HIGH:
-                s = gl.where(kv_idx[:, None] <= (q_idx + high)[None, :], s, -float("inf"))
-            if HAS_LOW:
-                s = gl.where(kv_idx[:, None] >= (q_idx + low)[None, :], s, -float("inf"))
-            if not EVEN:
-                s = gl.where((kv_idx < kv_len)[:, None], s, -float("inf"))
             if not EVEN_Q:
-                s = gl.where((q_idx < q_len)[None, :], s, -float("inf"))
+                s = gl.where((query + gl.arange(0, ROWS, layout=ROW) < q_len)[None, :], s, -float("inf"))
     p = gl.exp2(s * scale - lse[None, :])
     p_cast = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
     if SOFTCAP:
@@ -259,9 +335,13 @@ def step(
         p = p * (1.0 - gl.minimum(s * s, 1.0))
     if PROGRAM:
         p = score_slope(p, score, b, h, at_q, at_kv, q_len, kv_len, captures, values, loaded)
-    delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
+    if ROWS == 64:
+        # Of 128 rows there are no registers for it yet.
+        delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     dv_token = warpgroup_mma(p_cast, do, dv, is_async=True)
+    if ROWS == 128:
+        delta = delta_smem.index(stage).reshape([ROWS]).load(ROW)
     ds = p * (dp - delta[None, :])
     if not SKIP or SELECT:
         # p may be NaN where the score is masked.
@@ -275,10 +355,11 @@ def step(
     ds_cast = gl.convert_layout(ds, gl.DotOperandLayout(0, DK_LAYOUT, 2))
     dk_token = warpgroup_mma(ds_cast, q, dk, is_async=True)
     mbarrier.wait(ds_full, i & 1)
-    dq_token = dq_product(ds_tile, k_all, W, ROWS, QK_DIM, DQ_LAYOUT)
+    dq_token = dq_product(ds_tile, whole(k_smem, i, QK_DIM), W, ROWS, QK_DIM, DQ_LAYOUT)
     # P's registers are free before the next scores need theirs.
     dv = warpgroup_mma_wait(2, deps=[dv_token])
-    s_token = score_product(gl.minimum(i + 1, last), k, q_smem, q_full, ROWS, STAGES, QK_DIM, S_LAYOUT)
+    # The last tile has none after it, and computes its own scores once more.
+    s_token = score_product(gl.where(i + 1 < loads, i + 1, i), q_smem, k_smem, q_full, W, ROWS, STAGES, QK_DIM, S_LAYOUT)
     if not DETERMINISTIC:
         tma.store_wait(0)
     dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
@@ -292,7 +373,7 @@ def step(
     else:
         dq_smem.index(W).reshape([64, dq_columns(ROWS, QK_DIM)]).store(dq)
         fence_async_shared()
-        add_dq(dq_desc, dq_smem.index(W), b, h, m, W, ROWS, QK_DIM)
+        add_dq(dq_desc, dq_smem.index(W), row, W, ROWS, QK_DIM)
     # Nothing stays under way from one turn of the loop to the next: the assembler would serialise all products.
     return warpgroup_mma_wait(0, deps=[s_token]), dk, dv
 
@@ -305,12 +386,13 @@ def keys_from(kv_first, kv_len, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def score_product(
-    i, k, q_smem, q_full, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr, S_LAYOUT: gl.constexpr
-):
+    i, q_smem, k_smem, q_full,
+    W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, QK_DIM: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
     mbarrier.wait(q_full.index(i % STAGES), (i // STAGES) & 1)
     q = q_smem.index(i % STAGES).reshape([ROWS, QK_DIM])
     return warpgroup_mma(
-        k, q.permute((1, 0)), gl.zeros([64, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True
+        own_half(k_smem, i, W, QK_DIM), q.permute((1, 0)), gl.zeros([64, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True
     )  # fmt: skip
 
 
@@ -327,11 +409,11 @@ def dq_product(ds, k_all, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.conste
 
 
 @gluon.jit
-def add_dq(dq_desc, dq_tile, b, h, m, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
+def add_dq(dq_desc, dq_tile, row, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
     if ROWS == 64:
-        tma_add(dq_desc, [b, h, m, W * (QK_DIM // 2)], dq_tile)
+        tma_add(dq_desc, [row, W * (QK_DIM // 2)], dq_tile)
     else:
-        tma_add(dq_desc, [b, h, m + W * 64, 0], dq_tile)
+        tma_add(dq_desc, [row + W * 64, 0], dq_tile)
 
 
 @gluon.jit
@@ -339,26 +421,23 @@ def writer(
     P: gl.constexpr, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high,
     num_kv_heads, total_heads, group,
     ROWS: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr, EVEN: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave in dQ's buffer ``P``, of every second tile, when it is these keys' turn."""
-    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, True)
-    first, _full_first, _full_end, end = query_tiles(
-        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
-    )
-    place, shared_first, shared_end = order_of(
-        n_first, first_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
-    )
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128)
+    first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
+    place, shared_first, shared_end = order_of(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
     num_tiles = (q_len + ROWS - 1) // ROWS
     head = b * (num_kv_heads * group) + kv_head * group
     for i in range(P, group * (end - first), 2):
         h = i // (end - first)
-        t = visited(first + i % (end - first), first, end, first_first, True)
-        turn = turns + 1 + (head + h).to(gl.int64) * num_tiles + t
+        t = visited(first + i % (end - first), first, end, True)
+        tile = (head + h) * num_tiles + t
+        turn = turns + 1 + tile.to(gl.int64)
         wait_for_turn(turn, gl.where((t >= shared_first) & (t < shared_end), place, 0))
         mbarrier.wait(dq_full.index(P), (i // 2) & 1)
         for w in gl.static_range(2):
-            add_dq(dq_desc, dq_smem.index(2 * P + w), b, kv_head * group + h, t * ROWS, w, ROWS, QK_DIM)
+            add_dq(dq_desc, dq_smem.index(2 * P + w), tile * ROWS, w, ROWS, QK_DIM)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(P))
         pass_turn(turn, place + 1)
@@ -366,8 +445,8 @@ def writer(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-    dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor, q_len, kv_len,
+    W: gl.constexpr, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full,
+    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap, q_len, kv_len,
     low, high, num_kv_heads, total_heads, group, captures, ranges,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
     V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
@@ -378,73 +457,63 @@ def consumer(
     DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
     DV_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     DQ_LAYOUT: gl.constexpr = accumulator_layout(dq_columns(ROWS, QK_DIM))
-    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128, DETERMINISTIC)
-    first, full_first, full_end, end = query_tiles(
-        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, ROWS, 128
-    )
-    first, full_first, full_end, end = within(
-        first, full_first, full_end, end, ranges, n_first, b, q_len, kv_len, ROWS, 128
-    )
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128)
+    first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
+    first, end = within(first, end, ranges, n_first, b, q_len, kv_len, ROWS, 128)
     kv_first = n_first + W * 64
-    k_all = k_smem.reshape([128, QK_DIM])
-    k = k_all.slice(W * 64, 64, 0)
-    v = v_smem.reshape([128, V_DIM]).slice(W * 64, 64, 0)
     dk = gl.zeros([64, QK_DIM], gl.float32, DK_LAYOUT)
     dv = gl.zeros([64, V_DIM], gl.float32, DV_LAYOUT)
+    start, stop, ahead, row, jump = course(first, end, (b * num_kv_heads + kv_head) * group, q_len, ROWS, DETERMINISTIC)
+    shift = kv_first
+    if HAS_HIGH:
+        shift = shift - high
+        low = low - high
+    start = start - shift
+    stop = stop - shift
+    loads = group * (end - first)
     mbarrier.wait(kv_full, 0)
-    s_token = score_product(0, k, q_smem, q_full, ROWS, STAGES, QK_DIM, S_LAYOUT)
+    s_token = score_product(0, q_smem, k_smem, q_full, W, ROWS, STAGES, QK_DIM, S_LAYOUT)
     s = warpgroup_mma_wait(0, deps=[s_token])
-    # The last tile has none after it, and computes its own scores once more.
-    last = group * (end - first) - 1
+    m = start
     h = kv_head * group
-    t = first
     values = (0,)
+    whole_first, whole_end = unmasked(ranges, n_first, b, kv_len, ROWS, 128)
     if PROGRAM:
         values = score_values(b, h, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
-    for i in range(last + 1):
-        tile = visited(t, first, end, first_first, DETERMINISTIC)
-        edge = (tile < full_first) | (tile >= full_end)
-        if not EVEN_Q:
-            edge |= (tile + 1) * ROWS > q_len
-        if MASKED:
-            if ranges is None:
-                edge = True
+    for i in range(loads):
         s, dk, dv = step(
-            i, tile * ROWS, edge, b, h, last, dq_desc, k_all, k, v, q_smem, do_smem,
-            lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, s,
-            dk, dv, scale, cap, kv_first, q_len, kv_len, low, high, captures, values, W, ROWS, STAGES, QK_DIM, V_DIM,
-            DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT, S_LAYOUT, DK_LAYOUT,
-            DV_LAYOUT, DQ_LAYOUT,
+            i, loads, m, row, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
+            do_full, do_empty, ds_full, dq_full, dq_empty, s, dk, dv, scale, cap, kv_len - kv_first, low, m + shift,
+            b, h, whole_first, whole_end, q_len, kv_len, captures, values, W, ROWS, STAGES, QK_DIM, V_DIM, DETERMINISTIC, EVEN,
+            SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT, S_LAYOUT, DK_LAYOUT, DV_LAYOUT, DQ_LAYOUT,
         )  # fmt: skip
-        t += 1
-        if t == end:
-            t = first
-            h += 1
-            if PROGRAM:
-                # There is no head after the last one.
-                own = gl.minimum(h, kv_head * group + group - 1)
-                values = score_values(b, own, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
-    # dQ's buffer is this consumer's own, and wide enough for 64 rows of dV, then of dK.
-    if DETERMINISTIC:
-        mbarrier.wait(dq_empty.index(0), (last // 2) & 1)
-    else:
+        row = row + ahead
+        if HAS_LOW or HAS_HIGH or PROGRAM or MASKED or not EVEN_Q:
+            m = m + ahead
+            if m == stop:
+                m = start
+                row = row + jump
+                if PROGRAM or MASKED:
+                    h = h + 1
+                if PROGRAM:
+                    # There is no head after the last one.
+                    own = gl.minimum(h, kv_head * group + group - 1)
+                    values = score_values(b, own, keys_from(kv_first, kv_len, S_LAYOUT), q_len, kv_len, captures)
+    # K's and V's buffers are free when both consumers have finished.
+    mbarrier.arrive(finished)
+    mbarrier.wait(finished, 0)
+    own_half(v_smem, 0, 1 - W, V_DIM).store(dv.to(v_smem.dtype))
+    own_half(k_smem, 0, 1 - W, QK_DIM).store((dk * score_factor(scale, cap, SOFTCAP, PROGRAM)).to(k_smem.dtype))
+    fence_async_shared()
+    mbarrier.arrive(stored)
+    if not DETERMINISTIC:
         tma.store_wait(0)
-    dv_tile = dq_smem.index(W)._reinterpret(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
-    dv_tile.reshape([64, V_DIM]).store(dv.to(dv_desc.dtype))
-    fence_async_shared()
-    tma_store(dv_desc, [b, kv_head, kv_first, 0], dv_tile)
-    tma.store_wait(0)
-    dk_tile = dq_smem.index(W)._reinterpret(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
-    dk_tile.reshape([64, QK_DIM]).store((dk * factor).to(dk_desc.dtype))
-    fence_async_shared()
-    tma_store(dk_desc, [b, kv_head, kv_first, 0], dk_tile)
-    tma.store_wait(0)
 
 
 # One binary serves every length: a length divisible by 16, or 1, is no other kernel.
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_kv_heads", "total_heads", "group"])
 def flash_backward(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap, factor,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap,
     q_len, kv_len, low, high, num_kv_heads, total_heads, group, turns, captures, ranges,
     ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, REGISTERS: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -453,12 +522,13 @@ def flash_backward(
     """dK, dV, and dQ divided by ``factor``, of ``softmax(band(f(q k^T)) * scale) v``; ``scale`` includes log2(e).
 
     Descriptors over [B, H, L, D]: Q [1, 1, ROWS, QK_DIM], dO [1, 1, ROWS, V_DIM], K, dK [1, 1, 64, QK_DIM],
-    V, dV [1, 1, 64, V_DIM], dQ [1, 1, 64, dq_columns] float32, zero at the start; over [B * Hq, M padded to tiles]: LSE and DELTA
-    [1, ROWS] float32. Launched with ceil(kv_len / 128) * total_heads programs of 4 warps, total_heads = B * Hkv.
+    V, dV [1, 1, 64, V_DIM]; over [B * Hq, M padded to tiles]: LSE and DELTA [1, ROWS] float32; over
+    [B * Hq * M padded to tiles, D]: dQ [64, dq_columns] float32, zero at the start. Launched with
+    ceil(kv_len / 128) * total_heads programs of 4 warps, total_heads = B * Hkv.
     ROWS is 64, or 128 where QK_DIM is 64: what fits the registers. Of a module with a score program of its own (PROGRAM, or
     MASKED where only the mask is more than a band) ``captures`` are what that text names, and ``ranges`` the tiles that the
     mask leaves, as in :func:`within`, or None; EVEN_Q: whether tiles end with the queries; SELECT: whether the derivative of a
-    masked score may be no number. With DETERMINISTIC ``turns`` is
+    masked score may be no number. With PROGRAM ``cap`` is the ``factor``. With DETERMINISTIC ``turns`` is
     int32[1 + B * Hq * ceil(q_len / ROWS)], zero at the start, else None.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
@@ -466,8 +536,8 @@ def flash_backward(
     # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_smem = gl.allocate_shared_memory(do_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 128, QK_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 128, V_DIM], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, 128, QK_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, 128, V_DIM], v_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -481,10 +551,14 @@ def flash_backward(
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    finished = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    stored = gl.allocate_shared_memory(gl.int64, [1], BAR)
     dq_full = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BAR)
     dq_empty = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BAR)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(ds_full, count=2)
+    mbarrier.init(finished, count=2)
+    mbarrier.init(stored, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -499,48 +573,50 @@ def flash_backward(
     if DETERMINISTIC:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
                 q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
                 QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (consumer, (
-                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
                 q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
                 QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
-                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
-                total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
+                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
+                high, num_kv_heads, total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
+                DETERMINISTIC,
             )),
             (writer, (
                 0, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
-                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP,
             )),
             (writer, (
                 1, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
-                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP,
             )),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
                 q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
                 QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (consumer, (
-                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, scale, cap, factor,
+                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
                 q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
                 QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
-                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
-                total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
+                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
+                high, num_kv_heads, total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
+                DETERMINISTIC,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

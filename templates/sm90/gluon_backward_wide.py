@@ -18,24 +18,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_backward import key_tile_of, order_of, query_tiles, tma_add, visited
+from fa_inductor.templates.sm90.gluon_backward import (
+    course,
+    crossed,
+    hidden_zero,
+    kept,
+    key_tile_of,
+    order_of,
+    query_tiles,
+    score_factor,
+    tma_add,
+    visited,
+)
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
 from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 
 
 @gluon.jit
 def producer(
-    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
+    lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
+    total_heads, group,
     STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
-    EVEN: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     QK_HALF: gl.constexpr = q_desc.block_type.shape[3]
     V_HALF: gl.constexpr = do_desc.block_type.shape[3]
-    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
-    first, _full_first, _full_end, end = query_tiles(
-        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
-    )
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64)
+    first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, 64, 64)
     mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
         tma_load(k_desc, [b, kv_head, n_first, w * QK_HALF], kv_full, k_smem.index(w))
@@ -45,7 +55,7 @@ def producer(
         h = kv_head * group + g
         row_head = b * (num_kv_heads * group) + h
         for t in range(first, end):
-            m = visited(t, first, end, first_first, DETERMINISTIC) * 64
+            m = visited(t, first, end, DETERMINISTIC) * 64
             stage = i % STAGES
             phase = ((i // STAGES) & 1) ^ 1
             mbarrier.wait(q_empty.index(stage), phase)
@@ -59,35 +69,23 @@ def producer(
             for w in gl.static_range(2):
                 tma_load(do_desc, [b, h, m, w * V_HALF], do_full.index(stage), do_smem.index(2 * stage + w))
             i += 1
+    # The consumers leave dK and dV where K and V were.
+    mbarrier.wait(stored, 0)
+    for w in gl.static_range(2):
+        tma_store(dv_desc, [b, kv_head, n_first, w * V_HALF], v_smem.index(w))
+        tma_store(dk_desc, [b, kv_head, n_first, w * QK_HALF], k_smem.index(w))
+    tma.store_wait(0)
 
 
 @gluon.jit
-def halves_product(left, right, stage, HALF: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """``left`` (64 keys) times the transpose of ``right`` (64 queries): two halves of the columns each."""
+def halves_product(left, right, i, STAGES: gl.constexpr, HALF: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """``left`` (64 keys) times the transpose of ``right`` (64 queries), load ``i``: two halves of the columns each."""
     total = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     for w in gl.static_range(2):
-        a = left.index(w).reshape([64, HALF])
-        b = right.index(2 * stage + w).reshape([64, HALF]).permute((1, 0))
+        a = left.index(w + hidden_zero(i)).reshape([64, HALF])
+        b = right.index(2 * (i % STAGES) + w).reshape([64, HALF]).permute((1, 0))
         total = warpgroup_mma(a, b, total, use_acc=w > 0, is_async=True)
     return total
-
-
-@gluon.jit
-def kept(
-    m, n_first, kv_len, low, high,
-    EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, S_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Which scores of a tile the mask keeps, [64 keys, 64 queries]."""
-    kv_idx = n_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    q_idx = m + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
-    keep = (kv_idx[:, None] >= 0) & (q_idx >= 0)[None, :]
-    if HAS_HIGH:
-        keep = keep & (kv_idx[:, None] <= (q_idx + high)[None, :])
-    if HAS_LOW:
-        keep = keep & (kv_idx[:, None] >= (q_idx + low)[None, :])
-    if not EVEN:
-        keep = keep & (kv_idx < kv_len)[:, None]
-    return keep
 
 
 @gluon.jit
@@ -102,15 +100,15 @@ def scores(
     mbarrier.wait(q_full.index(stage), phase)
     mbarrier.wait(do_full.index(stage), phase)
     if W == 0:
-        token = halves_product(k_smem, q_smem, stage, QK_HALF, S_LAYOUT)
+        token = halves_product(k_smem, q_smem, i, STAGES, QK_HALF, S_LAYOUT)
     else:
-        token = halves_product(v_smem, do_smem, stage, V_HALF, S_LAYOUT)
+        token = halves_product(v_smem, do_smem, i, STAGES, V_HALF, S_LAYOUT)
     return token
 
 
 @gluon.jit
 def pass_on(
-    i, m, edge, x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full, scale, cap, n_first, kv_len, low, high,
+    i, m, x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full, scale, cap, left, low,
     W: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr,
     HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -126,8 +124,8 @@ def pass_on(
         if SOFTCAP:
             x = tanh(x * cap)
         if MASKED:  # noqa: SIM102 - one at compile time, one at run time
-            if edge:
-                x = gl.where(kept(m, n_first, kv_len, low, high, EVEN, HAS_LOW, HAS_HIGH, S_LAYOUT), x, -float("inf"))
+            if crossed(m, left, low, EVEN, HAS_LOW, HAS_HIGH, 64):
+                x = gl.where(kept(m, left, low, EVEN, HAS_LOW, HAS_HIGH, 64, S_LAYOUT), x, -float("inf"))
         lse = lse_smem.index(i % STAGES).reshape([64]).load(ROW)
         p = gl.exp2(x * scale - lse[None, :])
         p_tile.store(p.to(p_smem.dtype))
@@ -147,7 +145,7 @@ def pass_on(
         ds = p * x
         if MASKED and not SKIP:
             # p may be NaN where the score is masked.
-            ds = gl.where(kept(m, n_first, kv_len, low, high, EVEN, HAS_LOW, HAS_HIGH, S_LAYOUT), ds, 0.0)
+            ds = gl.where(kept(m, left, low, EVEN, HAS_LOW, HAS_HIGH, 64, S_LAYOUT), ds, 0.0)
         ds_tile.store(ds.to(ds_smem.dtype))
         fence_async_shared()
         mbarrier.arrive(ds_full)
@@ -155,13 +153,14 @@ def pass_on(
 
 @gluon.jit
 def products(
-    i, k_half, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv,
-    QK_HALF: gl.constexpr, V_HALF: gl.constexpr, K_LAYOUT: gl.constexpr,
+    i, k_smem, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv,
+    W: gl.constexpr, QK_HALF: gl.constexpr, V_HALF: gl.constexpr, K_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(dQ of load ``i``, dK and dV with what it adds), of this consumer's columns."""
     mbarrier.wait(ds_full, i & 1)
     ds_tile = ds_smem.index(i & 1)
     zero = gl.zeros([64, QK_HALF], gl.float32, K_LAYOUT)
+    k_half = k_smem.index(W + hidden_zero(i)).reshape([64, QK_HALF])
     dq_token = warpgroup_mma(ds_tile.permute((1, 0)), k_half, zero, use_acc=False, is_async=True)
     dk_token = warpgroup_mma(ds_tile, q_tile.reshape([64, QK_HALF]), dk, is_async=True)
     dv_token = warpgroup_mma(p_smem.index(i & 1), do_tile.reshape([64, V_HALF]), dv, is_async=True)
@@ -181,7 +180,7 @@ def dq_tiles(dq_desc, q_tile, do_tile):
 
 @gluon.jit
 def leave_dq(dq, dq_desc, q_tile, do_tile):
-    left, right = dq.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+    left, right = gl.split(dq.reshape([64, 2, 64]).permute((0, 2, 1)))
     left_tile, right_tile = dq_tiles(dq_desc, q_tile, do_tile)
     left_tile.reshape([64, 64]).store(left)
     right_tile.reshape([64, 64]).store(right)
@@ -189,11 +188,11 @@ def leave_dq(dq, dq_desc, q_tile, do_tile):
 
 
 @gluon.jit
-def add_dq(dq_desc, q_tile, do_tile, b, h, m, W: gl.constexpr):
+def add_dq(dq_desc, q_tile, do_tile, row, W: gl.constexpr):
     """Add what a consumer has left to dQ's sum."""
     left_tile, right_tile = dq_tiles(dq_desc, q_tile, do_tile)
-    tma_add(dq_desc, [b, h, m, W * 128], left_tile)
-    tma_add(dq_desc, [b, h, m, W * 128 + 64], right_tile)
+    tma_add(dq_desc, [row, W * 128], left_tile)
+    tma_add(dq_desc, [row, W * 128 + 64], right_tile)
 
 
 @gluon.jit
@@ -201,28 +200,24 @@ def writer(
     P: gl.constexpr, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
     num_kv_heads, total_heads, group,
     STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
-    EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave of every second tile, when it is these keys' turn."""
-    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, True)
-    first, _full_first, _full_end, end = query_tiles(
-        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
-    )
-    place, shared_first, shared_end = order_of(
-        n_first, first_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
-    )
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64)
+    first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, 64, 64)
+    place, shared_first, shared_end = order_of(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, 64, 64)
     num_tiles = (q_len + 63) // 64
     head = b * (num_kv_heads * group) + kv_head * group
     for i in range(P, group * (end - first), 2):
         h = i // (end - first)
-        t = visited(first + i % (end - first), first, end, first_first, True)
+        t = visited(first + i % (end - first), first, end, True)
         stage = i % STAGES
-        turn = turns + 1 + (head + h).to(gl.int64) * num_tiles + t
+        tile = (head + h) * num_tiles + t
+        turn = turns + 1 + tile.to(gl.int64)
         wait_for_turn(turn, gl.where((t >= shared_first) & (t < shared_end), place, 0))
         mbarrier.wait(dq_full.index(stage), (i // STAGES) & 1)
         for w in gl.static_range(2):
             left, right = q_smem.index(2 * stage + w), do_smem.index(2 * stage + w)
-            add_dq(dq_desc, left, right, b, kv_head * group + h, t * 64, w)
+            add_dq(dq_desc, left, right, tile * 64, w)
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(stage))
         mbarrier.arrive(do_empty.index(stage))
@@ -231,59 +226,60 @@ def writer(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem,
-    kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap, factor, q_len, kv_len,
-    low, high, num_kv_heads, total_heads, group,
-    STAGES: gl.constexpr, SECTION: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr,
+    W: gl.constexpr, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
+    q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high, num_kv_heads,
+    total_heads, group,
+    STAGES: gl.constexpr, SECTION: gl.constexpr, QK_HALF: gl.constexpr, V_HALF: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    QK_HALF: gl.constexpr = dk_desc.block_type.shape[3]
-    V_HALF: gl.constexpr = dv_desc.block_type.shape[3]
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(QK_HALF)
     V_LAYOUT: gl.constexpr = accumulator_layout(V_HALF)
-    n_first, b, kv_head, first_first = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64, DETERMINISTIC)
-    first, full_first, full_end, end = query_tiles(
-        n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, EVEN, 64, 64
-    )
-    k_half = k_smem.index(W).reshape([64, QK_HALF])
+    n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64)
+    first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, 64, 64)
+    start, stop, ahead, row, jump = course(first, end, (b * num_kv_heads + kv_head) * group, q_len, 64, DETERMINISTIC)
+    left = kv_len - n_first
+    shift = n_first
+    if HAS_HIGH:
+        shift = shift - high
+        low = low - high
+    start = start - shift
+    stop = stop - shift
     dk = gl.zeros([64, QK_HALF], gl.float32, K_LAYOUT)
     dv = gl.zeros([64, V_HALF], gl.float32, V_LAYOUT)
     mbarrier.wait(kv_full, 0)
     x = warpgroup_mma_wait(
         0, deps=[scores(0, q_smem, k_smem, v_smem, do_smem, q_full, do_full, W, STAGES, QK_HALF, V_HALF, S_LAYOUT)]
     )
-    t = first
-    tile = visited(t, first, end, first_first, DETERMINISTIC)
+    m = start
     pass_on(
-        0, tile * 64, (tile < full_first) | (tile >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full,
-        scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+        0, m, x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full, scale, cap, left, low, W, STAGES, EVEN, SKIP,
+        HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
-    h = kv_head * group
     for i in range(1, group * (end - first)):
-        h_before = h
-        m_before = tile * 64
-        t += 1
-        if t == end:
-            t = first
-            h += 1
-        tile = visited(t, first, end, first_first, DETERMINISTIC)
         before = (i - 1) % STAGES
         q_tile = q_smem.index(2 * before + W)
         do_tile = do_smem.index(2 * before + W)
         dq, dk, dv = products(
-            i - 1, k_half, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv, QK_HALF, V_HALF, K_LAYOUT
+            i - 1, k_smem, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv, W, QK_HALF, V_HALF, K_LAYOUT
         )  # fmt: skip
         leave_dq(dq, dq_desc, q_tile, do_tile)
         if DETERMINISTIC:
             mbarrier.arrive(dq_full.index(before))
         else:
-            add_dq(dq_desc, q_tile, do_tile, b, h_before, m_before, W)
+            add_dq(dq_desc, q_tile, do_tile, row, W)
+        row = row + ahead
+        if HAS_LOW or HAS_HIGH:
+            m = m + ahead
+            if m == stop:
+                m = start
+                row = row + jump
         x_token = scores(i, q_smem, k_smem, v_smem, do_smem, q_full, do_full, W, STAGES, QK_HALF, V_HALF, S_LAYOUT)
         x = warpgroup_mma_wait(0, deps=[x_token])
         pass_on(
-            i, tile * 64, (tile < full_first) | (tile >= full_end), x, lse_smem, delta_smem, p_smem, ds_smem, p_full,
-            ds_full, scale, cap, n_first, kv_len, low, high, W, STAGES, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+            i, m, x, lse_smem, delta_smem, p_smem, ds_smem, p_full, ds_full, scale, cap, left, low, W, STAGES, EVEN, SKIP,
+            HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
         )  # fmt: skip
         if not DETERMINISTIC:
             tma.store_wait(0)
@@ -292,29 +288,27 @@ def consumer(
     last = group * (end - first) - 1
     q_tile = q_smem.index(2 * (last % STAGES) + W)
     do_tile = do_smem.index(2 * (last % STAGES) + W)
-    dq, dk, dv = products(last, k_half, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv, QK_HALF, V_HALF, K_LAYOUT)
+    dq, dk, dv = products(last, k_smem, q_tile, do_tile, p_smem, ds_smem, ds_full, dk, dv, W, QK_HALF, V_HALF, K_LAYOUT)
     leave_dq(dq, dq_desc, q_tile, do_tile)
     if DETERMINISTIC:
         mbarrier.arrive(dq_full.index(last % STAGES))
     else:
-        add_dq(dq_desc, q_tile, do_tile, b, h, tile * 64, W)
+        add_dq(dq_desc, q_tile, do_tile, row, W)
     # K's and V's buffers are free when both consumers have finished.
     mbarrier.arrive(finished)
     mbarrier.wait(finished, 0)
-    dv_tile = v_smem.index(W)
-    dv_tile.reshape([64, V_HALF]).store(dv.to(dv_desc.dtype))
-    dk_tile = k_smem.index(W)
-    dk_tile.reshape([64, QK_HALF]).store((dk * factor).to(dk_desc.dtype))
+    v_smem.index(W).reshape([64, V_HALF]).store(dv.to(v_smem.dtype))
+    k_smem.index(W).reshape([64, QK_HALF]).store((dk * score_factor(scale, cap, SOFTCAP, False)).to(k_smem.dtype))
     fence_async_shared()
-    tma_store(dv_desc, [b, kv_head, n_first, W * V_HALF], dv_tile)
-    tma_store(dk_desc, [b, kv_head, n_first, W * QK_HALF], dk_tile)
-    tma.store_wait(0)
+    mbarrier.arrive(stored)
+    if not DETERMINISTIC:
+        tma.store_wait(0)
 
 
 # One binary serves every length: a length divisible by 16, or 1, is no other kernel.
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_kv_heads", "total_heads", "group"])
 def flash_backward_wide(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap, factor,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, cap,
     q_len, kv_len, low, high, num_kv_heads, total_heads, group, turns,
     STAGES: gl.constexpr, SECTION: gl.constexpr, REGISTERS: gl.constexpr,
     EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -322,10 +316,12 @@ def flash_backward_wide(
 ):  # fmt: skip
     """dK, dV, and dQ divided by ``factor``, of ``softmax(band(f(q k^T)) * scale) v``; ``scale`` includes log2(e).
 
-    Descriptors over [B, H, L, D]: Q, K, V, dO, dK, dV of half-width tiles [1, 1, 64, 128], dQ [1, 1, 64, 64] float32, zero
-    at the start; LSE, DELTA and turns as for :func:`flash_backward`, of 64 rows. Launched with ceil(kv_len / 64) * total_heads
+    Descriptors over [B, H, L, D]: Q, K, V, dO, dK, dV of half-width tiles [1, 1, 64, 128]; dQ [64, 64] float32, zero at
+    the start, LSE, DELTA and turns as for :func:`flash_backward`, of 64 rows. Launched with ceil(kv_len / 64) * total_heads
     programs of 4 warps.
     """
+    QK_HALF: gl.constexpr = q_desc.block_type.shape[3]
+    V_HALF: gl.constexpr = do_desc.block_type.shape[3]
     # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_smem = gl.allocate_shared_memory(do_desc.dtype, [2 * STAGES] + do_desc.block_type.shape, do_desc.layout)
@@ -345,6 +341,7 @@ def flash_backward_wide(
     p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     finished = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    stored = gl.allocate_shared_memory(gl.int64, [1], BAR)
     dq_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     # Who is done last with a buffer of Q or of dO: both consumers, or the writer.
     READERS: gl.constexpr = 1 if DETERMINISTIC else 2
@@ -352,6 +349,7 @@ def flash_backward_wide(
     mbarrier.init(p_full, count=1)
     mbarrier.init(ds_full, count=1)
     mbarrier.init(finished, count=2)
+    mbarrier.init(stored, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=READERS)
@@ -364,48 +362,48 @@ def flash_backward_wide(
     if DETERMINISTIC:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
-                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
-                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
-                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
+                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
+                num_kv_heads, total_heads, group,
+                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
             (consumer, (
-                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
-                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
-                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
-                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
+                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
+                num_kv_heads, total_heads, group,
+                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
             (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
-                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
-                total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
+                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
+                high, num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC,
             )),
             (writer, (
                 0, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
             )),
             (writer, (
                 1, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN,
+                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
             )),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
-                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
-                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
-                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
+                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
+                num_kv_heads, total_heads, group,
+                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
             (consumer, (
-                1, work, dq_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem,
-                ds_smem, kv_full, q_full, q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, scale, cap,
-                factor, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
-                STAGES, SECTION, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
+                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
+                num_kv_heads, total_heads, group,
+                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
             (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_smem, k_smem, v_smem, do_smem, lse_smem,
-                delta_smem, kv_full, q_full, q_empty, do_full, do_empty, q_len, kv_len, low, high, num_kv_heads,
-                total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, EVEN, DETERMINISTIC,
+                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
+                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
+                high, num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

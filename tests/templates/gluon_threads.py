@@ -66,11 +66,10 @@ class Shared:
         return Shared(self.data.permute(*dims))
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.data.narrow(dim, int(start), length))
+        return Shared(self.data.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], _layout: Any) -> Shared:
-        size = torch.empty(tuple(shape)).numel()
-        return Shared(self.data.reshape(-1).view(dtype)[:size].view(*shape))
+        return Shared(self.data.view(-1).view(dtype).view(*shape))
 
     def load(self, _layout: Any = None) -> Tensor:
         return self.data.clone()
@@ -135,14 +134,14 @@ class Descriptor:
         there, here = self._overlap(at)
         self.tensor[there] = tile.data[here]
 
-
     def add(self, at: Sequence[Any], tile: Shared) -> None:
         there, here = self._overlap(at)
-        with _ADDING:
+        with _ADDS:
             self.tensor[there] += tile.data[here]
 
 
-_ADDING = threading.Lock()
+#: An addition to memory is whole.
+_ADDS = threading.Lock()
 
 
 def _scalar(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -167,6 +166,15 @@ def _load(place: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
 
 def _store(place: Pointer, value: Tensor, mask: Tensor) -> None:
     place.flat[place.offset[mask]] = value[mask]
+
+
+def _wait_for_turn(turn: Pointer, number: Any) -> None:
+    # One program runs after the other: what it waits for is there.
+    assert turn.flat[turn.offset] >= number, "a program waits for one that starts after it"
+
+
+def _pass_turn(turn: Pointer, number: Any) -> None:
+    turn.flat[turn.offset] = number
 
 
 class Bits:
@@ -220,11 +228,11 @@ class Program:
             load=_load, store=_store, atomic_add=self._atomic_add,
             program_id=lambda _: torch.tensor(self.index), num_programs=lambda _: self.programs,
             allocate_shared_memory=self._allocate, warp_specialize=self._specialise,
-            NVMMASharedLayout=nothing, SliceLayout=nothing, BlockedLayout=nothing, DotOperandLayout=nothing,
-            SwizzledSharedLayout=nothing,
+            SliceLayout=nothing, BlockedLayout=nothing, DotOperandLayout=nothing, SwizzledSharedLayout=nothing,
+            NVMMASharedLayout=nothing,
         )  # fmt: skip
 
-    def _atomic_add(self, place: Pointer, by: int) -> Tensor:
+    def _atomic_add(self, place: Pointer, by: int, **_: Any) -> Tensor:
         with self.lock:
             before = place.flat[place.offset].clone()
             place.flat[place.offset] += by
@@ -255,6 +263,10 @@ class Program:
             raise failures[0]
 
 
+#: What is not run as written: additions by TMA, and assembly.
+_REPLACED = ("tma_add", "wait_for_turn", "pass_turn")
+
+
 def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
     """Run ``kernel``, a jitted Gluon function, with tensors as :class:`Pointer` and :class:`Descriptor`."""
     for index in range(programs):
@@ -271,11 +283,13 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             gl=language, tl=language, mbarrier=mbarrier, warpgroup_mma=_product, warpgroup_mma_wait=_wait,
             fence_async_shared=lambda: None, tma=types.SimpleNamespace(store_wait=lambda _: None),
             tma_load=lambda desc, at, bar, tile: desc.load(at, bar, tile), tma_store=lambda desc, at, tile: desc.store(at, tile),
-            tma_add=lambda desc, at, tile: desc.add(at, tile),
+            tma_add=lambda desc, at, tile: desc.add(at, tile), wait_for_turn=_wait_for_turn, pass_turn=_pass_turn,
         )  # fmt: skip
         for name, value in list(namespace.items()):
             plain = getattr(value, "fn", None)
-            if isinstance(plain, types.FunctionType) and plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
+            if not isinstance(plain, types.FunctionType) or name in _REPLACED:
+                continue
+            if plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
                 namespace[name] = _in(plain, namespace)
         namespace.update(accumulator_layout=lambda _: None, column=lambda x, _: x[:, None])
         _in(kernel.fn, namespace)(*arguments, **constants)

@@ -23,11 +23,11 @@ def check(batch: int, heads: int, rows: int, dims: tuple[int, int], dead_zero: b
     lse[0, 0, 3] = -math.inf
     padded_len = -(-rows // 128) * 128
     log2_denom, delta = torch.full((2, batch * heads, padded_len), 7.0)
-    total = torch.full((batch, rows, heads, d), 5.0).transpose(1, 2)
+    total = torch.full((batch * heads * padded_len, d), 5.0)
     block = 4096 // padded(d)
     row_statistics[(padded_len // block * batch * heads, 1, 1)](
         out, grad, lse, log2_denom, delta, total, heads, rows, padded_len,
-        *out.stride()[:3], *grad.stride()[:3], *total.stride()[:3],
+        *out.stride()[:3], *grad.stride()[:3],
         QK_DIM=d, QK_PAD=padded(d), V_DIM=dv, V_PAD=padded(dv), ROWS=block, DEAD_ZERO=dead_zero,
     )  # fmt: skip
     want = torch.full((batch * heads, padded_len), math.inf)
@@ -39,10 +39,12 @@ def check(batch: int, heads: int, rows: int, dims: tuple[int, int], dead_zero: b
     want[:, :rows] = (out * grad).sum(-1).reshape(-1, rows)
     torch.testing.assert_close(delta, want, atol=1e-4, rtol=1e-5)
     assert torch.equal(total, torch.zeros_like(total))
-    summed = torch.randn(batch, rows, heads, d)
-    result = torch.empty(batch, rows, heads, d, dtype=torch.float16)
-    scale_sum[(-(-summed.numel() // 2048), 1, 1)](summed, result, 0.5, summed.numel(), BLOCK=2048)
-    torch.testing.assert_close(result, (summed * 0.5).half())
+    summed = torch.randn(batch, heads, padded_len, d)
+    result = torch.full((batch, rows, heads, d), 7.0, dtype=torch.float16).transpose(1, 2)
+    scale_sum[(padded_len // block * batch * heads, 1, 1)](
+        summed, result, 0.5, heads, rows, padded_len, *result.stride()[:3], DIM=d, PAD=padded(d), ROWS=block
+    )
+    torch.testing.assert_close(result, (summed[:, :, :rows] * 0.5).half())
 
 
 if __name__ == "__main__":

@@ -203,21 +203,19 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: in
     ("dims", "options", "stack"),
     [
         ((128, 128), {}, 0),
-        # A few scalars; measured faster than the general kernels all the same (templates/sm90/backward_launch.py).
-        ((128, 128), {"has_high": True}, 32),
-        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 160),
+        ((128, 128), {"has_high": True}, 0),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 0),
         ((128, 64), {"has_high": True}, 0),
-        ((64, 64), {"has_high": True}, 96),
+        ((64, 64), {"has_high": True}, 0),
         ((64, 64), {"has_high": True, "softcap": True}, 0),
         ((256, 256), {}, 0),
-        ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 64),
-        # Without a TMA instruction in their loop the consumers of 128 keys spill more scalars.
-        ((128, 128), {"deterministic": True}, 80),
-        ((128, 128), {"has_high": True, "deterministic": True}, 96),
-        ((128, 64), {"has_high": True, "deterministic": True}, 32),
-        ((64, 64), {"has_high": True, "deterministic": True}, 128),
-        ((256, 256), {"has_high": True, "deterministic": True}, 32),
-        ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True, "deterministic": True}, 64),
+        ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 0),
+        ((128, 128), {"deterministic": True}, 0),
+        ((128, 128), {"has_high": True, "deterministic": True}, 0),
+        ((128, 64), {"has_high": True, "deterministic": True}, 0),
+        ((64, 64), {"has_high": True, "deterministic": True}, 8),  # none with triton 3.7
+        ((256, 256), {"has_high": True, "deterministic": True}, 0),
+        ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True, "deterministic": True}, 0),
     ],
 )
 def test_gluon_backward(dims: tuple[int, int], options: dict[str, bool], stack: int) -> None:
@@ -241,14 +239,14 @@ _SLOPES, _IDS, _TILE = ("fp32", (16,)), ("i64", (4, 4096)), ("i1", (4, 1, 4096, 
     ("program", "captures", "dim", "length", "stack"),
     [
         # What spills was measured as faster than the general kernels all the same (templates/sm90/form.py, MOST_TERMS).
-        (_ALIBI, (_SLOPES,), 128, 4096, 96),
-        (_ALIBI, (_SLOPES,), 64, 4096, 112),
+        (_ALIBI, (_SLOPES,), 128, 4096, 32),
+        (_ALIBI, (_SLOPES,), 64, 4096, 64),
         (_ALIBI, (_SLOPES,), 64, 4000, 0),
-        (_DOCUMENTS, (_IDS,), 128, 4000, 144),
+        (_DOCUMENTS, (_IDS,), 128, 4000, 64),
         (_DOCUMENTS, (_IDS,), 64, 4096, 144),
         ("attention(score=where(q_idx >= kv_idx, score * f0[h], -inf))", (_SLOPES,), 128, 4096, 128),
         ("attention(score=where(q_idx >= kv_idx, score * f0[h], -inf))", (_SLOPES,), 64, 4096, 0),
-        ("attention(score=minimum(maximum(score * 0.1, -5.0), 5.0))", (), 128, 4096, 208),
+        ("attention(score=minimum(maximum(score * 0.1, -5.0), 5.0))", (), 128, 4096, 128),
         # An index that is not proven to lie inside, and functions from the printer.
         ("attention(score=score * f0[h, i1[b, q_idx]] + sigmoid(erf(score)))", (("fp32", (16, 32)), _IDS), 64, 4096, 208),
         ("attention(score=where(m0[b, 0, q_idx, kv_idx], score, -inf), dead_rows='zero')", (_TILE,), 128, 4096, 208),

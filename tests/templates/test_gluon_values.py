@@ -1,4 +1,4 @@
-"""Values of the Gluon forward kernels on the CPU, run by :mod:`tests.templates.gluon_threads`."""
+"""Values of the Gluon kernels on the CPU, run by :mod:`tests.templates.gluon_threads`."""
 
 from __future__ import annotations
 
@@ -121,3 +121,73 @@ def test_16_bit(name: str) -> None:
     arguments = [*(Descriptor(t, (1, 1, *tile)) for t, *tile in tiles), Pointer(lse)]
     launch(flash_forward, case.programs, [*arguments, *numbers(case)], made)
     check(out.float(), lse, (q.float(), k.float(), v.float()), case, 1e-3)
+
+
+BACKWARD = {
+    "plain": Case("score=score * 0.1", {}, (1, 2, 1, 130, 300)),
+    "causal": Case(_CAUSAL, {"high": 0}, (2, 2, 1, 300, 300), (64, 64)),
+    "causal_even": Case(_CAUSAL, {"high": 0}, (1, 2, 2, 200, 256), (128, 128)),
+    "band": Case(_BAND, {"low": -40, "high": 30}, (1, 2, 1, 300, 190)),
+    "band_zero": Case(f"{_BAND}, dead_rows='zero'", {"low": -40, "high": 30}, (1, 2, 1, 300, 190), (128, 64)),
+    "softcap": Case(
+        "score=where(kv_idx <= q_idx, tanh(score * 0.02) * 50.0, -inf)", {"high": 0, "cap": 0.02, "scale": 50.0},
+        (1, 2, 1, 130, 200), (64, 64),
+    ),
+    "wide": Case("score=score * 0.1", {}, (1, 2, 1, 70, 130), (256, 256)),
+    "wide_causal": Case(_CAUSAL, {"high": 0}, (1, 2, 1, 200, 200), (256, 256)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", list(BACKWARD))
+def test_backward(name: str, deterministic: bool) -> None:
+    from fa_inductor.templates.sm90 import backward_launch as launched
+    from fa_inductor.templates.sm90.gluon_backward import flash_backward
+    from fa_inductor.templates.sm90.gluon_backward_wide import flash_backward_wide
+
+    case = BACKWARD[name]
+    batch, heads, kv_heads, queries, keys = case.shape
+    (d, dv), cap = case.dims, case.form.get("cap")
+    config = (launched.CONFIGS if cap is None else launched.SOFTCAP_CONFIGS)[d]
+    q, k, v = (t.half() for t in operands(case))
+    v /= 30.0
+    grad = torch.randn(batch, heads, queries, dv).half()
+    spec = AttentionSpec.parse(f"attention({case.program})")
+    exact = [t.float() for t in (q, k, v)]
+    out, lse = reference.attention(*exact, [], [], spec)
+    want = reference.attention_grads(grad.float(), *exact, [], [], spec, [True, True, True])
+
+    rows = -(-queries // config.rows) * config.rows
+    log2_denom, delta = torch.full((batch * heads, rows), math.inf), torch.zeros(batch * heads, rows)
+    log2_denom[:, :queries] = lse.reshape(-1, queries) * math.log2(math.e)
+    if "zero" in case.program:
+        log2_denom[log2_denom == -math.inf] = math.inf
+    delta[:, :queries] = (out * grad).sum(-1).reshape(-1, queries)
+    dq, dk, dv_ = torch.zeros(batch * heads * rows, d), torch.full_like(k, 7.0), torch.full_like(v, 7.0)
+    wide, high = (config.width(n) for n in case.dims), config.rows
+    d_tile, v_tile = wide
+    tiles = [(q, high, d_tile), (k, 64, d_tile), (v, 64, v_tile), (grad, high, v_tile)]
+    arguments: list[Any] = [Descriptor(t, (1, 1, *tile)) for t, *tile in tiles]
+    arguments += [Descriptor(t, (1, high)) for t in (log2_denom, delta)]
+    arguments += [Descriptor(dq, (64, config.dq_columns(d)))]
+    arguments += [Descriptor(t, (1, 1, 64, n)) for t, n in ((dk, d_tile), (dv_, v_tile))]
+    low, up = case.form.get("low", 0), case.form.get("high", 0)
+    scale = case.form.get("scale", 0.1)
+    integers = (queries, keys, low, up, kv_heads, batch * kv_heads, heads // kv_heads)
+    turns = Pointer(torch.zeros(1 + batch * heads * rows // config.rows, dtype=torch.int32))
+    arguments += [scale * math.log2(math.e), cap or 0.0, *map(torch.tensor, integers), turns if deterministic else None]
+    dead = "low" in case.form and "zero" not in case.program
+    flags = {"EVEN": keys % config.keys == 0, "SKIP": not dead, "HAS_LOW": "low" in case.form, "HAS_HIGH": "high" in case.form}
+    programs = -(-keys // config.keys) * batch * kv_heads
+    kernel = flash_backward_wide if config.wide else flash_backward
+    made = {**config.constants(deterministic), **flags, "SOFTCAP": cap is not None}
+    if not config.wide:
+        arguments += [None, None]
+        made |= launched.NO_PROGRAM
+    launch(kernel, programs, arguments, made)
+    dq = dq.view(batch, heads, rows, d)[:, :, :queries] * scale * (cap or 1.0)
+    for found, true in zip((dq, dk, dv_), want, strict=True):
+        assert true is not None
+        assert torch.equal(torch.isnan(found), torch.isnan(true))
+        kept = ~torch.isnan(true)
+        assert error(found[kept].float(), true[kept]) < 3e-3
