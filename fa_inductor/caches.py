@@ -13,7 +13,7 @@ the nearest page instead: nothing outside of k and v is read, and nothing is rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,46 +85,44 @@ def materialised(
     return _dequantised(k, form.k, scales[0], q.dtype), _dequantised(v, form.v, scales[1], q.dtype)
 
 
-def _cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    captures: list[Tensor],
-    sizes: list[int],
-    keys: int,
-    program: str,
-    cache: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
+class _Call(NamedTuple):
+    """Arguments of ``cached_attention``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    captures: list[Tensor]
+    sizes: list[int]
+    keys: int
+    program: str
+    cache: str
+    kernel: str
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor | None, Tensor | None], int, CacheForm]:
+        """What k and v are made of, checked."""
+        made = self.k, self.v, self.table, (self.k_scale, self.v_scale), self.keys, CacheForm.parse(self.cache)
+        check(self.q, *made)
+        return made
+
+
+def _cached_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args)
     with ops._own_context():
-        form, scales = CacheForm.parse(cache), (k_scale, v_scale)
-        check(q, k, v, table, scales, keys, form)
-        k, v = materialised(q, k, v, table, scales, keys, form)
-        spec = ops.check_operands(q, k, v, captures, sizes, program, kernel)
-        return reference.attention(q, k, v, captures, sizes, spec)
+        k, v = materialised(call.q, *call.stored)
+        spec = ops.check_operands(call.q, k, v, call.captures, call.sizes, call.program, call.kernel)
+        return reference.attention(call.q, k, v, call.captures, call.sizes, spec)
 
 
-def _cached_attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    captures: list[Tensor],
-    sizes: list[int],
-    keys: int,
-    program: str,
-    cache: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    check(q, k, v, table, (k_scale, v_scale), keys, CacheForm.parse(cache))
-    batch, heads, rows, _ = q.shape
-    out = ops._empty(q, (batch, heads, rows, v.shape[3]), AttentionSpec.parse(program).layout)
-    return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+def _cached_attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args)
+    v = call.stored[1]
+    batch, heads, rows, _ = call.q.shape
+    out = ops._empty(call.q, (batch, heads, rows, v.shape[3]), AttentionSpec.parse(call.program).layout)
+    return out, call.q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
 def _no_backward(ctx: Any, *_grads: Any) -> tuple:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,29 +205,38 @@ def _flash_attention_fake(
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
-def _flash_attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    captures: list[Tensor],
-    sizes: list[int],
-    program: str,
-    kernel: str,
-    needs_grad: list[bool],
-) -> list[Tensor]:
-    spec = check_operands(q, k, v, captures, sizes, program, kernel)
-    _check_needs_grad(captures, needs_grad)
+class _BackwardCall(NamedTuple):
+    """Arguments of ``flash_attention_backward``."""
+
+    grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    captures: list[Tensor]
+    sizes: list[int]
+    program: str
+    kernel: str
+    needs_grad: list[bool]
+
+    def checked(self) -> AttentionSpec:
+        _check_needs_grad(self.captures, self.needs_grad)
+        return check_operands(self.q, self.k, self.v, self.captures, self.sizes, self.program, self.kernel)
+
+
+def _flash_attention_backward(*args: Any) -> list[Tensor]:
+    call = _BackwardCall(*args)
+    spec = call.checked()
+    operands = call.grad_out, call.q, call.k, call.v
     with _own_context():
-        if kernel == "aten":
+        if call.kernel == "aten":
             from fa_inductor import cpu_flash
 
-            grads = cpu_flash.backward(grad_out, q, k, v, out, lse, captures, sizes, spec, needs_grad)
+            grads = cpu_flash.backward(*operands, call.out, call.lse, call.captures, call.sizes, spec, call.needs_grad)
         else:
-            grads = reference.attention_grads(grad_out, q, k, v, captures, sizes, spec, needs_grad)
-    return returned(grads, q, spec)
+            grads = reference.attention_grads(*operands, call.captures, call.sizes, spec, call.needs_grad)
+    return returned(grads, call.q, spec)
 
 
 def returned(grads: Sequence[Tensor | None], q: Tensor, spec: AttentionSpec) -> list[Tensor]:
@@ -246,25 +255,13 @@ def _check_needs_grad(captures: Sequence[Tensor], needs_grad: Sequence[bool]) ->
             raise ProgramError(f"captured tensor {i} is {t.dtype} and has no gradient")
 
 
-def _flash_attention_backward_fake(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    captures: list[Tensor],
-    sizes: list[int],
-    program: str,
-    kernel: str,
-    needs_grad: list[bool],
-) -> list[Tensor]:
-    spec = check_operands(q, k, v, captures, sizes, program, kernel)
-    _check_needs_grad(captures, needs_grad)
+def _flash_attention_backward_fake(*args: Any) -> list[Tensor]:
+    call = _BackwardCall(*args)
+    spec = call.checked()
     result = []
-    for i, (t, need) in enumerate(zip([q, k, v, *captures], needs_grad, strict=True)):
+    for i, (t, need) in enumerate(zip([call.q, call.k, call.v, *call.captures], call.needs_grad, strict=True)):
         if not need:
-            result.append(q.new_empty(0))
+            result.append(call.q.new_empty(0))
         elif i < 3:
             result.append(_empty(t, t.shape, spec.layout))
         else:
