@@ -18,6 +18,17 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 
+#: One layer on either side, as most configurations name it.
+LAYERS = {
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+}
+
 hf("t5", "T5Model", T5, pair, sites=3)
 hf("t5_encoder", "T5EncoderModel", {**T5, "num_layers": 2}, padded_text)
 hf("mt5", "MT5Model", {**T5, "feed_forward_proj": "gated-gelu"}, pair_unmasked, sites=3)
@@ -67,13 +78,7 @@ hf(
         "langs": ["en", "de"],
         "src_vocab_size": 96,
         "tgt_vocab_size": 96,
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 96,
-        "decoder_ffn_dim": 96,
+        **LAYERS,
         "max_position_embeddings": 80,
     },
     pair,
@@ -158,13 +163,7 @@ hf(
     {
         "vocab_size": 96,
         "num_mel_bins": 16,
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 96,
-        "decoder_ffn_dim": 96,
+        **LAYERS,
         "max_source_positions": 20,
         "max_target_positions": 40,
         "pad_token_id": 0,
@@ -180,13 +179,7 @@ hf(
     "Speech2TextModel",
     {
         "vocab_size": 96,
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 96,
-        "decoder_ffn_dim": 96,
+        **LAYERS,
         "max_source_positions": 80,
         "max_target_positions": 40,
         "input_feat_per_channel": 16,

@@ -78,51 +78,31 @@ hf(
     picture(64),
     sites=6,
 )
+#: Two stages of one block each.
+PYRAMID = {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "hidden_sizes": [32, 64],
+    "strides": [4, 2],
+    "num_attention_heads": [2, 4],
+    "mlp_ratios": [2, 2],
+}
 hf(
     "segformer",
     "SegformerModel",
-    {
-        "num_encoder_blocks": 2,
-        "depths": [1, 1],
-        "sr_ratios": [4, 2],
-        "hidden_sizes": [32, 64],
-        "patch_sizes": [7, 3],
-        "strides": [4, 2],
-        "num_attention_heads": [2, 4],
-        "mlp_ratios": [2, 2],
-        "decoder_hidden_size": 32,
-    },
+    {**PYRAMID, "sr_ratios": [4, 2], "patch_sizes": [7, 3], "decoder_hidden_size": 32},
     picture(),
 )
 hf(
     "pvt",
     "PvtModel",
-    {
-        "image_size": 32,
-        "num_encoder_blocks": 2,
-        "depths": [1, 1],
-        "sequence_reduction_ratios": [4, 1],
-        "hidden_sizes": [32, 64],
-        "patch_sizes": [4, 2],
-        "strides": [4, 2],
-        "num_attention_heads": [2, 4],
-        "mlp_ratios": [2, 2],
-    },
+    {**PYRAMID, "image_size": 32, "sequence_reduction_ratios": [4, 1], "patch_sizes": [4, 2]},
     picture(),
 )
 hf(
     "glpn",
     "GLPNModel",
-    {
-        "num_encoder_blocks": 2,
-        "depths": [1, 1],
-        "sr_ratios": [4, 2],
-        "hidden_sizes": [32, 64],
-        "patch_sizes": [7, 3],
-        "strides": [4, 2],
-        "num_attention_heads": [2, 4],
-        "mlp_ratios": [2, 2],
-    },
+    {**PYRAMID, "sr_ratios": [4, 2], "patch_sizes": [7, 3]},
     picture(),
 )
 hf(

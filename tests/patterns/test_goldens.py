@@ -14,99 +14,43 @@ from tests.patterns.printing import graph_text
 
 class Goldens(GoldenCase):
     def test_plain(self) -> None:
-        self.form("plain", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=score * 0.35355339059327373)
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("plain", """\
+attention(score=score * 0.35355339059327373)
 """)
 
     def test_hand_written_softmax(self) -> None:
-        self.form("hand_written_softmax", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=score * 0.35355339059327373)
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("hand_written_softmax", """\
+attention(score=score * 0.35355339059327373)
 """)
 
     def test_exp_logsumexp(self) -> None:
-        self.form("exp_logsumexp", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=score * 0.35355339059327373)
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("exp_logsumexp", """\
+attention(score=score * 0.35355339059327373)
 """)
 
     def test_deferred_division(self) -> None:
-        self.form("deferred_division", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=score * 0.35355339059327373)
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("deferred_division", """\
+attention(score=score * 0.35355339059327373)
 """)
 
     def test_causal_top_left(self) -> None:
-        self.form("causal_top_left", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=where((q_idx + 1) <= kv_idx, -inf, score * 0.35355339059327373))
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("causal_top_left", """\
+attention(score=where((q_idx + 1) <= kv_idx, -inf, score * 0.35355339059327373))
 """)
 
     def test_causal_bottom_right(self) -> None:
-        self.form("causal_bottom_right", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=where((q_idx + 5) <= kv_idx, -inf, score * 0.35355339059327373))
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("causal_bottom_right", """\
+attention(score=where((q_idx + 5) <= kv_idx, -inf, score * 0.35355339059327373))
 """)
 
     def test_causal_finite_fill(self) -> None:
-        self.form("causal_finite_fill", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=where((q_idx + 1) <= kv_idx, -3.4028234663852886e+38, score * 0.35355339059327373))
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("causal_finite_fill", """\
+attention(score=where((q_idx + 1) <= kv_idx, -3.4028234663852886e+38, score * 0.35355339059327373))
 """)
 
     def test_window(self) -> None:
-        self.form("window", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=where((kv_idx <= q_idx) & (q_idx <= (kv_idx + 3)), score * 0.35355339059327373, -inf))
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("window", """\
+attention(score=where((kv_idx <= q_idx) & (q_idx <= (kv_idx + 3)), score * 0.35355339059327373, -inf))
 """)
 
     def test_prefix(self) -> None:
@@ -136,15 +80,8 @@ return clone
 """)
 
     def test_chunked(self) -> None:
-        self.form("chunked", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=where((~((kv_idx // 4) == (q_idx // 4))) | ((q_idx + 1) <= kv_idx), -inf, score * 0.35355339059327373))
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("chunked", """\
+attention(score=where((~((kv_idx // 4) == (q_idx // 4))) | ((q_idx + 1) <= kv_idx), -inf, score * 0.35355339059327373))
 """)
 
     def test_padding(self) -> None:
@@ -202,15 +139,8 @@ return view
 """)
 
     def test_softcap(self) -> None:
-        self.form("softcap", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=tanh(score * 0.17677669529663687) * 2.0)
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("softcap", """\
+attention(score=tanh(score * 0.17677669529663687) * 2.0)
 """)
 
     def test_temperature(self) -> None:

@@ -11,16 +11,9 @@ from tests.patterns.golden import GoldenCase
 
 class GoldensOfLayouts(GoldenCase):
     def test_gqa_repeat_kv(self) -> None:
-        self.form("gqa_repeat_kv", """\
-k: f32[2, 2, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 2, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=score * 0.35355339059327373)
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
-""")
+        self.call("gqa_repeat_kv", """\
+attention(score=score * 0.35355339059327373)
+""", kv_heads=2)
 
     def test_gqa_grouped_einsum(self) -> None:
         self.form("gqa_grouped_einsum", """\
@@ -140,15 +133,8 @@ return clone, cat, cat_1
 """)
 
     def test_sdpa(self) -> None:
-        self.form("sdpa", """\
-k: f32[2, 4, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 4, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=where(kv_idx <= q_idx, score * 0.35355339059327373, -inf), dead_rows='zero')
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
+        self.call("sdpa", """\
+attention(score=where(kv_idx <= q_idx, score * 0.35355339059327373, -inf), dead_rows='zero')
 """)
 
     def test_sdpa_mask(self) -> None:
@@ -165,16 +151,9 @@ return clone
 """)
 
     def test_sdpa_grouped(self) -> None:
-        self.form("sdpa_grouped", """\
-k: f32[2, 2, 14, 8]
-q: f32[2, 4, 10, 8]
-v: f32[2, 2, 14, 8]
-attention = flash_attention(q, k, v)
-    attention(score=score * 0.35355339059327373, dead_rows='zero')
-item = attention[0]: f32[2, 4, 10, 8]
-clone = clone(item): f32[2, 4, 10, 8]
-return clone
-""")
+        self.call("sdpa_grouped", """\
+attention(score=score * 0.35355339059327373, dead_rows='zero')
+""", kv_heads=2)
 
     def test_multihead_attention_module(self) -> None:
         self.form("MultiheadAttention", """\
