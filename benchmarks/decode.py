@@ -194,6 +194,7 @@ def worker(name: str, providers: list[str]) -> None:
                 runs[row["provider"]] = run
             except Exception as e:
                 row["reason"] = f"{type(e).__name__}: {e}"[:200]
+        torch.cuda.empty_cache()  # the processes of all cases wait side by side
         _turns.wait_for_turn()
         check = problem.exact()
         for row in rows:

@@ -73,6 +73,7 @@ def build(
 
     layers, hidden, heads, kv_heads, mlp = (2, 64, 4, 2, 128) if small else (LAYERS, HIDDEN, HEADS, KV_HEADS, MLP)
     dim = hidden // heads
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -81,7 +82,7 @@ def build(
             self.k, self.v = (nn.Linear(hidden, kv_heads * dim, bias=False) for _ in range(2))
             self.o = nn.Linear(heads * dim, hidden, bias=False)
             for name in ("keys", "values"):
-                self.register_buffer(name, torch.randn(batch, kv_heads, context, dim))
+                self.register_buffer(name, torch.randn(batch, kv_heads, context, dim, dtype=dtype))
 
         def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, position: Tensor) -> Tensor:
             q, k, v = (p(x).view(*x.shape[:2], -1, dim).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -131,7 +132,7 @@ def build(
     with torch.device(device):
         if library == "transformers":
             return _from_transformers(context, batch, spelling, (layers, hidden, heads, kv_heads, mlp))
-        model = Decoder().to(torch.float32 if device == "cpu" else torch.bfloat16)
+        model = Decoder().to(dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -166,6 +167,7 @@ def worker(context: int, batch: int, provider: str, tokens: int, library: str) -
     row: dict[str, Any] = {"context": context, "batch": batch, "provider": provider}
     try:
         model = build(context, batch, "sdpa" if kind == "sdpa" else "eager", library=library)
+        torch.cuda.empty_cache()
         how: dict[str, Any] = {"mode": mode}
         if kind == "ours":
             from fa_inductor.backend import fa_inductor
@@ -180,6 +182,7 @@ def worker(context: int, batch: int, provider: str, tokens: int, library: str) -
             generate(model, step, ids, first, 4)
             compiled = counters["stats"]["unique_graphs"]
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the float32 weights took: the processes of all rows wait side by side
             _turns.wait_for_turn()
             generate(model, step, ids, first, 8)
             best = 0.0

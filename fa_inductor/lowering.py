@@ -23,7 +23,7 @@ from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
 from fa_inductor.lowering_operands import Cache, Operands, hint, number, problem_of, realised
-from fa_inductor.lowering_splits import merged, splits_of
+from fa_inductor.lowering_splits import merged, shared_out
 from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import configs, select
 from fa_inductor.templates.program import Program
@@ -280,6 +280,13 @@ def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[co
     return tiles.choose(Program.of(o.spec, problem), problem, arch, which, _compat.shared_memory(o.q.get_device()))
 
 
+def _deep_rows(arch: int, o: Operands, problem: Problem) -> configs.TileConfig | None:
+    from fa_inductor.templates import tiles
+
+    shared = _compat.shared_memory(o.q.get_device())
+    return configs.deep_rows(tiles.use_of(Program.of(o.spec, problem), problem, arch, "forward", shared))
+
+
 def lower_forward(q: Any, k: Any, v: Any, captures: Sequence[Any], sizes: Sequence[Any], program: str, kernel: str) -> Any:
     """``fa_inductor::flash_attention``: (out, lse)."""
     from fa_inductor import ops
@@ -346,7 +353,7 @@ def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
     arch = select.architecture(request.capability)
     assert arch is not None
     candidates = _candidates(arch, o, problem, "forward")
-    splits = splits_of(o, problem, candidates[0])
+    candidates, splits = shared_out(o, problem, candidates, _deep_rows(arch, o, problem), Program.of(spec, problem).uneven)
     out_size = [batch, heads, rows, o.v.get_size()[3]]
     strides = dense_strides(out_size, spec.layout)
     layout = _layout(o.q, out_size, strides)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import sympy
 import torch
 from torch import fx
@@ -52,6 +54,9 @@ class Finisher:
             return call("floordiv", self.integer(e.args[0]), self.integer(e.args[1]))
         if isinstance(e, Mod) or type(e).__name__ == "PythonMod":
             return call("mod", self.integer(e.args[0]), self.integer(e.args[1]))
+        if type(e).__name__ in ("Max", "Min"):  # sympy's, and torch's own
+            fn = "maximum" if type(e).__name__ == "Max" else "minimum"
+            return reduce(lambda x, y: call(fn, x, y), (self.integer(x) for x in sorted(e.args, key=_order)))
         if e.is_Add:
             return self._sum(sorted(e.args, key=_order))
         if e.is_Mul:

@@ -331,6 +331,12 @@ class Program:
         return any(n.depends_on(Q_IDX) and n.depends_on(KV_IDX) for n in self.spec.loads())
 
     @property
+    def uneven(self) -> bool:
+        """Whether a tensor says which keys a sequence sees: of some sequences many more than of others."""
+        reads = (n for n in self.masked.keep.walk() if isinstance(n, Load) and n.depends_on(B))
+        return (self.masked.fill_value == -math.inf or self.fill_vanishes) and any(reads)
+
+    @property
     def shares_batches(self) -> bool:
         """Whether what is read at every (q_idx, kv_idx) is the same in every batch and differs between heads.
 

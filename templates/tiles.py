@@ -245,7 +245,12 @@ def summarised_slots(program: Program, problem: Problem) -> tuple[int, ...]:
 
 def choose(program: Program, problem: Problem, arch: int, which: str, shared: int | None = None) -> list[TileConfig]:
     """The configurations to try for one kernel of a program, best first. ``shared``: as :attr:`Use.shared`."""
-    use = Use(
+    return candidates(use_of(program, problem, arch, which, shared), which)
+
+
+def use_of(program: Program, problem: Problem, arch: int, which: str, shared: int | None = None) -> Use:
+    """What a configuration for one kernel of a program is for. ``shared``: as :attr:`Use.shared`."""
+    return Use(
         arch=arch,
         element=problem.element,
         qk_pad=padded_dim(problem.qk_dim),
@@ -260,7 +265,6 @@ def choose(program: Program, problem: Problem, arch: int, which: str, shared: in
         pages=problem.cache is not None and problem.cache.page > 0,
         bits=problem.cache is not None and bool(problem.cache.k or problem.cache.v),
     )
-    return candidates(use, which)
 
 
 def _full_logit(masked: MaskedScore, rest: tuple[Expr, ...]) -> Expr:

@@ -54,12 +54,14 @@ def query(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("page", "rows"), [(16, 1), (64, 3), (1, 1), (128, 200)])
-def test_pages(page: int, rows: int, dynamic: bool) -> None:
+@pytest.mark.parametrize(
+    ("page", "rows", "keys"), [(16, 1, 1024), (64, 3, 1024), (1, 1, 1024), (128, 200, 1024), (16, 1, 4096), (128, 2, 4096)]
+)
+def test_pages(page: int, rows: int, keys: int, dynamic: bool) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
         return attend(q, k[table].flatten(1, 2), v[table].flatten(1, 2), lengths)
 
-    k, v, table, lengths = cache(page, 1024)
+    k, v, table, lengths = cache(page, keys)
     table = torch.where(torch.rand(table.shape, device="cuda") < 0.3, table - k.shape[0], table)  # counted from the end
     if dynamic:
         torch._dynamo.mark_dynamic(table, 1)

@@ -134,6 +134,36 @@ def test_few_queries_share_the_keys(name: str, dynamic: bool) -> None:
             close(next(grads), eager, true, torch.bfloat16)
 
 
+POSITION = "attention(score=(score * 0.088) + where(kv_idx <= i0[0], 0.0, -3.3895313892515355e+38), layout='bmhd')"
+
+
+@pytest.mark.parametrize(
+    ("family", "splits"),
+    [
+        (replace(DECODE, shape=(4, 32, 8, 1, 4100, 128, 128),
+                 captures=lambda shape, g: [torch.tensor([4100, 700, 1, 3001]), torch.randn(shape[1], generator=g)]), 16),
+        (Family("position", POSITION, (16, 16, 8, 2, 1000, 64, 64), lambda shape, g: [torch.tensor([800])]), 1),
+        (Family("position", POSITION, (4, 32, 8, 1, 4096, 128, 128), lambda shape, g: [torch.tensor([-1])],
+                exact=torch.float32), 4),
+        (Family("causal", CAUSAL.replace("q_idx", "q_idx + (kv_len - q_len)"), (2, 32, 32, 16, 2050, 128, 128)), 2),
+    ],
+    ids=["lengths", "position", "no_key", "heads"],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_program_on_each_multiprocessor(family: Family, splits: int, dynamic: bool) -> None:
+    """A decoding step whose tiles and parts make one wave, on a GPU of 132 multiprocessors."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("the numbers of parts are those of 132 multiprocessors")
+    o = families.draw(family, torch.bfloat16, "cuda")
+    if dynamic:
+        for t in (o.k, o.v):
+            torch._dynamo.mark_dynamic(t, 2)
+    out, code = _code(lambda q, k, v, *c: attention(q, k, v, c, family), o.q, o.k, o.v, *o.captures)
+    assert f"SPLITS : tl.constexpr = {splits}\n" in code
+    assert "BLOCK_N : tl.constexpr = 128\n" in code
+    close(out, families.eager(o, family.spec(), ())[0], families.truth(o, family)[0], torch.bfloat16)
+
+
 def test_max_autotune_and_cuda_graphs() -> None:
     o = families.draw(LONG, torch.bfloat16, "cuda")
     for mode in ("max-autotune-no-cudagraphs", "reduce-overhead"):

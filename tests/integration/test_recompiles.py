@@ -85,6 +85,23 @@ def test_a_growing_cache() -> None:
     assert backend.fused == backend.report.graphs
 
 
+def test_a_sliding_cache() -> None:
+    """The first position that a window's cache holds is a maximum of run-time sizes, as transformers writes it."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        first = max(seen.shape[0] - 8 + 1, 0)
+        keep = torch.arange(k.shape[2])[None, :] + first <= min(seen.shape[0] - 1, 100)
+        return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+    compiled, backend = fuse(step)
+    k, v = torch.randn(2, 1, 4, 8, 8).unbind(0)
+    for n in range(2, 14):
+        q, seen = torch.randn(1, 4, 1, 8), torch.zeros(n)
+        torch.testing.assert_close(compiled(q, k, v, seen), step(q, k, v, seen))
+    assert backend.report.graphs <= 3
+    assert backend.fused == backend.report.graphs, backend.reasons
+
+
 # What each form must be right at with run-time sizes; test_values holds it to static ones.
 DYNAMIC = [
     "plain", "deferred_division", "causal_bottom_right", "window", "prefix", "documents", "chunked", "padding",

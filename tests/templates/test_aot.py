@@ -18,7 +18,7 @@ from benchmarks._aot import SHARED_LIMIT, GluonRequest, compiled, render, reques
 from fa_inductor._compat import triton_version, version_tuple
 from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import select, tiles
-from fa_inductor.templates.configs import TileConfig, Use, candidates, few_rows
+from fa_inductor.templates.configs import TileConfig, Use, candidates, deep_rows, few_rows
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.score_codegen import CaptureInfo
@@ -101,6 +101,31 @@ def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
     assert report["stack"] == report["local"] == 0
 
 
+@pytest.mark.parametrize(("rows", "dim", "splits"), [(4, 128, 1), (32, 128, 2), (4, 64, 16), (32, 64, 1)])
+@pytest.mark.parametrize("score", ["where(kv_idx <= q_idx + (kv_len - q_len), score * 0.088, -inf)", "score * 0.088 * f0[h]"])
+def test_few_queries_on_every_multiprocessor(score: str, rows: int, dim: int, splits: int) -> None:
+    config = deep_rows(Use(arch=90, element=2, qk_pad=dim, v_pad=dim, rows=rows))
+    assert config is not None
+    captures = (CaptureInfo(1, (frozenset({"h"}),)),) if "f0" in score else ()
+    problem = Problem(dim, dim, group=4, rows=rows // 4, captures=captures, wide_captures=(False,) * len(captures))
+    kinds = {"CAP0": "fp32"} if captures else {}
+    kernel = render(f"attention(score={score})", problem, "forward", replace(config, splits=splits))
+    report = compile_for(90, kernel, **kinds)
+    check(90, report, config)
+    assert report["stack"] == report["local"] == 0
+
+
+def test_what_no_deep_tile_is_for() -> None:
+    use = Use(arch=90, element=2, qk_pad=128, v_pad=128, rows=4)
+    assert deep_rows(use) == TileConfig(16, 128, 4, 3)
+    others: list[dict[str, Any]] = [
+        {"arch": 80}, {"element": 4}, {"qk_pad": 256}, {"rows": None}, {"rows": 64}, {"bits": True}, {"shared": 99 * 1024},
+        {"loads_tiles": True},
+    ]  # fmt: skip
+    for other in others:
+        assert deep_rows(replace(use, **other)) is None
+
+
 @pytest.mark.parametrize(
     ("arch", "form", "stored"),
     [(80, CacheForm(16), "bf16"), (90, CacheForm(64), "bf16"), (90, CacheForm(1, False), "bf16"),
@@ -110,7 +135,8 @@ def test_few_queries(arch: int, rows: int, dim: int, splits: int) -> None:
 def test_caches(arch: int, form: CacheForm, stored: str) -> None:
     """The tile of a decoding step over pages, 8-bit elements or both."""
     kind = {"pages": form.page > 0, "bits": bool(form.k or form.v)}
-    config = few_rows(Use(arch=arch, element=2, qk_pad=128, v_pad=128, rows=4, **kind))
+    use = Use(arch=arch, element=2, qk_pad=128, v_pad=128, rows=4, **kind)
+    config = deep_rows(use) or few_rows(use)
     assert config is not None
     program = "attention(score=where(kv_idx < i0[b], score * 0.088, -inf))"
     captures = (CaptureInfo(1, (frozenset({"b"}),)),)

@@ -161,15 +161,23 @@ def test_parts_do_not_outgrow_what_a_graph_was_traced_with(monkeypatch: pytest.M
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
+    deep: configs.TileConfig | None = None
+
     def count(*extents: Any) -> int:
         operands: Any = SimpleNamespace(extents=extents, q=SimpleNamespace(get_device=lambda: torch.device("cuda", 0)))
         known = None if extents[3] == rows else extents[3]
-        return lowering_splits.splits_of(operands, Problem(128, 128, 4, rows=known), configs.TileConfig(64, 32, 4, 3))
+        narrow = configs.TileConfig(64, 32, 4, 3)
+        found, splits = lowering_splits.shared_out(operands, Problem(128, 128, 4, rows=known), [narrow], deep)
+        assert found == ([deep, narrow] if deep else [narrow])
+        return splits
 
     assert count(2, 8, 2, 4, 8192) == count(2, 8, 2, 4, keys) == count(batch, 8, 2, 4, keys) == 32
     assert count(2, 8, 2, rows, 8192) == 1
     assert count(2, 8, 2, 300, keys) == 3
     assert count(batch, 8, 2, 300, keys) == 1
+    # A wave of one program on each multiprocessor: 4 tiles of 33 parts.
+    deep = configs.TileConfig(16, 128, 4, 3)
+    assert count(2, 8, 2, 4, 16384) == count(batch, 8, 2, 4, 16384) == 33
 
 
 def test_split_count() -> None:
@@ -181,6 +189,18 @@ def test_split_count() -> None:
     assert splits.split_count(0, 100, 132) == 1
     assert splits.split_count(128, 8192, 132, CacheForm(16)) == 2
     assert splits.split_count(128, 8192, 132, CacheForm(16, k="bfloat16")) == 4
+
+
+def test_one_program_on_each_multiprocessor() -> None:
+    assert splits.one_each(128, 8192, 132) == 1
+    assert splits.one_each(8, 65536, 132) == 16
+    assert splits.one_each(32, 2048, 132) == 4
+    assert splits.one_each(48, 65536, 132) == 0, "36 of 132 would have nothing to do"
+    assert splits.one_each(8, 2048, 132) == 0, "parts of 256 keys are 64"
+    assert splits.one_each(140, 65536, 132) == 0, "a second wave"
+    assert splits.one_each(0, 100, 132) == 0
+    assert splits.one_each(128, 8192, 132, uneven=True) == 4
+    assert splits.one_each(48, 65536, 132, uneven=True) == 0
 
 
 @pytest.mark.parametrize(("shared", "stages"), [(163 * 1024, 3), (99 * 1024, 2), (None, 3)])

@@ -204,6 +204,23 @@ def test_heads_are_packed_for_few_queries_only() -> None:
     assert not packs_heads(many, chosen)
 
 
+@pytest.mark.parametrize(
+    ("program", "uneven"),
+    [
+        ("attention(score=where(kv_idx < i0[b], score * 0.088, -inf))", True),
+        ("attention(score=where(m0[b, kv_idx], score * 0.088, -inf))", True),
+        ("attention(score=(score * 0.088) + where(kv_idx <= i0[b], 0.0, -3.3895313892515355e+38))", True),
+        ("attention(score=where(kv_idx <= i0[0], score * 0.088, -inf))", False),
+        ("attention(score=where(kv_idx < i0[b], score * 0.088, -5.0))", False),
+        ("attention(score=score * 0.088 + f0[b])", False),
+    ],
+)
+def test_sequences_that_see_unequal_numbers_of_keys(program: str, uneven: bool) -> None:
+    rank = 2 if "m0" in program else 1
+    problem = Problem(128, 128, 4, rows=1, captures=(CaptureInfo(rank, (frozenset({"b"}),) * rank),), wide_captures=(False,))
+    assert Program.of(AttentionSpec.parse(program), problem).uneven == uneven
+
+
 @pytest.mark.parametrize(("dim", "pad"), [(1, 16), (16, 16), (17, 32), (80, 128), (512, 512)])
 def test_padded_dim(dim: int, pad: int) -> None:
     assert padded_dim(dim) == pad
