@@ -1,6 +1,7 @@
 """Attention kernels side by side on one GPU: ours, SDPA's backends, FlexAttention and eager code, forward and backward.
 
     python -m benchmarks.attention --out benchmarks/results/attention_h200.json [--cases d128_s4k ...] [--tuned] [--jobs 14]
+    python -m benchmarks.attention --ratios RESULTS.json ... [--into benchmarks/notes/hopper_targets.md]
 
 bfloat16, unit normal operands, median of triton.testing.do_bench. FLOPs of the forward are 4 * B * H * M * N * D,
 half of that when causal, and of what a window or documents keep where those apply; the backward counts 2.5 times the
@@ -8,6 +9,8 @@ forward. ``ours``, ``general`` (ours without the kernels that are for one GPU ar
 FlexAttention are compiled with static shapes: ``default`` takes each library's own choice of tiles, ``--tuned`` adds
 mode="max-autotune-no-cudagraphs" for both. Every provider's output is compared with eager
 float32 code first. One process a case: all compile first, ``--jobs`` at a time, then one after the other is timed alone.
+
+``--ratios`` measures nothing: it prints how far results are from the targets on Hopper, as ratios to cuDNN of the same file.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _common, _turns
+from benchmarks import _common, _targets, _turns
 
 #: Dense bfloat16 peak of the device, FLOP/s (NVIDIA datasheets), for the share that a number is of it.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -302,7 +305,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile at a time")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one process may compile")
     parser.add_argument("--worker", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--ratios", nargs="+", type=Path, metavar="JSON", help="print a table of the targets from these results")
+    parser.add_argument("--into", type=Path, metavar="MD", help="with --ratios: renew the table in this file")
     args = parser.parse_args()
+    if args.ratios:
+        print(_targets.table(args.ratios))
+        if args.into:
+            args.into.write_text(_targets.insert(args.into.read_text(), args.ratios))
+        return
     providers = args.providers + (["ours_tuned", "flex_tuned"] if args.tuned else [])
     if args.worker:
         worker(args.worker, args.providers)

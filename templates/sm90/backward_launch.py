@@ -38,6 +38,7 @@ class BackwardConfig:
     Attributes:
         rows: queries of a tile: 64, or 128 where the padded head dim is 64.
         stages: buffers of Q and of dO. registers: of a consumer's thread. section: heads that run side by side.
+        ordered_work: tiles of keys of the heads that run side by side in deterministic mode; None for ``section`` there too.
         wide: whether the kernel is the one for head dims above 128, of 64 keys and not 128 a program.
     """
 
@@ -45,6 +46,7 @@ class BackwardConfig:
     stages: int = 2
     registers: int = 240
     section: int = 8
+    ordered_work: int | None = None
     wide: bool = False
 
     @property
@@ -61,18 +63,28 @@ class BackwardConfig:
             return 64
         return padded_dim // 2 if self.rows == CONSUMER_KEYS else padded_dim
 
-    def constants(self, deterministic: bool, heads: int = 1 << 30) -> dict[str, int]:
-        """The kernel's compile-time arguments that the configuration decides, for so many (batch, key head)."""
-        section = _FEW_HEADS if deterministic and heads <= _FEW_HEADS else self.section
+    def constants(self, deterministic: bool, heads: int = 1 << 30, keys: int = 0) -> dict[str, int]:
+        """The kernel's compile-time arguments that the configuration decides, for so many (batch, key head) and keys."""
+        section = self._ordered_section(heads, keys) if deterministic else self.section
         made = {"STAGES": self.stages, "SECTION": section, "REGISTERS": self.registers, "DETERMINISTIC": deterministic}
         return made if self.wide else {"ROWS": self.rows, **made}
+
+    def _ordered_section(self, heads: int, keys: int) -> int:
+        if self.ordered_work is not None:
+            # A power of two: each is a kernel of its own.
+            tiles = -(-max(keys, 1) // self.keys)
+            return max(_FEW_HEADS, min(4 * _FEW_HEADS, self.ordered_work >> (tiles - 1).bit_length()))
+        return _FEW_HEADS if heads <= _FEW_HEADS else self.section
 
 
 #: By padded head dim. Backward TFLOP/s on an H200 (torch 2.11, triton 3.6, bf16, 16384 tokens, hidden size 2048; in brackets
 #: cuDNN in that run), the sides taking turns: D64 S4k 468 (430), causal 423 (378), with 64 rows 421 and 378; D128 S2k causal
 #: 419 (403), S4k 525 (531), causal 487 (460), S16k 546 (545), causal 540 (540), with 3 stages 1 to 5 % less. Sections of 4 and
 #: 16 heads were within the spread of runs, of 1 head up to 11 % slower under a mask.
-CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64), 256: BackwardConfig(64, wide=True)}
+#: ``ordered_work`` at D64, TFLOP/s of whole calls, causal, sections of 8, 16, 32 and 64 heads, the sides taking turns: S16k 440,
+#: 465, 464; S8k 424, 429, 410; S4k 384, 416, 425, 421; S2k (32: 348) 286, then 320, 346, 343 in another run; S1k 230, 253, 264 from
+#: 16 on. At D128 the order of 8, 16 and 32 heads was another in each run (S4k 471, 441, 454 and 433, 446, 449).
+CONFIGS = {64: BackwardConfig(128, ordered_work=1024), 128: BackwardConfig(64), 256: BackwardConfig(64, wide=True)}
 #: With the slope of the softcap, or of another logit, 128 rows need more registers than there are: D64 S4k causal with a
 #: temperature by head 206 with 128 rows and 327 with 64, with softcap and ALiBi 202 and 286, with ALiBi alone 386 and 363. And
 #: so do lengths that end inside of a tile, for a program with text of its own.
@@ -167,7 +179,7 @@ class Backward:
             "SOFTCAP": softcap is not None,
         }  # fmt: skip
         kernel = flash_backward_wide if config.wide else flash_backward
-        constants = {**config.constants(deterministic, b * hkv), **flags}
+        constants = {**config.constants(deterministic, b * hkv, n), **flags}
         self.ranges: Launcher | None = None
         self.program: tuple[Any, ...] = () if config.wide else (None, None)
         self.source = source
@@ -299,22 +311,34 @@ def _prepared(
     sizes: Sequence[int], program: str,
 ) -> tuple[Backward, Operands]:  # fmt: skip
     """The prepared kernels and the operands as they take them, copied where TMA could not read them."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
     tensors = (grad_out, q, k, v, out)
+    pointers = grad_out.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
+    prepared = _PREPARED.get(_key(tensors, captures, sizes, program, deterministic))
+    if prepared is not None and pointers % 16 == 0 and lse.is_contiguous():
+        return prepared, (*tensors, lse)
     if not all(_readable(t) for t in tensors):
         tensors = tuple(t if _readable(t) else _copy(t) for t in tensors)
     if not lse.is_contiguous() or lse.data_ptr() % 16:
         lse = _copy(lse)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (program, deterministic, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
-    if captures:
-        # Launches of one compiled kernel need pointers of one alignment.
-        key += tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in captures)
+    key = _key(tensors, captures, sizes, program, deterministic)
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
             _PREPARED.clear()
         prepared = _PREPARED[key] = prepare(*tensors, sizes, program, deterministic, captures)
     return prepared, (*tensors, lse)
+
+
+def _key(
+    tensors: Sequence[Tensor], captures: Sequence[Tensor], sizes: Sequence[int], program: str, deterministic: bool
+) -> tuple[Any, ...]:
+    q = tensors[1]
+    key = (program, deterministic, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
+    if captures:
+        # Launches of one compiled kernel need pointers of one alignment.
+        key += tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in captures)
+    return key
 
 
 def prepare(

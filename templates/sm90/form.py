@@ -23,14 +23,18 @@ from fa_inductor.templates.sm90.ranges import finds
 
 #: Fewest queries and keys that the kernel takes.
 FEWEST = 256
-#: Least work of one call, FLOPs of the scores that the mask keeps and of one tile of keys a row more. The kernel is launched
-#: from Python, which takes 0.04 ms, so what runs for less than about 0.1 ms is left to the general kernel. On an H200, 16384
-#: tokens, hidden size 2048, ms of the general and of this kernel alone: D128 S256 0.116 and 0.088 (5.2e10), S512 causal 0.144
-#: and 0.123 (5.2e10), S512 0.188 and 0.139; of 16 heads and one batch, S2048 0.069 and 0.056 (3.7e10), S4096 causal 0.156 and
-#: 0.127 (7.3e10). Compiled calls one after the other, with autograd around them: S512 0.190 and 0.134 (8.6e10), but S512 causal
-#: 0.129 and 0.149.
-LEAST_WORK = 6e10
-#: The same for the backward: there S512 took 0.600 and 0.550, causal 0.420 and 0.393.
+#: Least work of one call, FLOPs of the scores that the mask keeps and of one tile of keys a row more. A compiled call takes
+#: about 0.1 ms of the host, 0.04 ms of them for the launch from Python, so what runs for less than about that is left to the
+#: general kernel. On an H200, 16384 tokens, hidden size 2048, ms of the general and of this kernel alone: D128 S256 0.116 and
+#: 0.088 (5.2e10), S512 causal 0.129 and 0.100 (5.2e10), S512 0.188 and 0.127; of 16 heads and one batch, S2048 0.069 and 0.056
+#: (3.7e10), S4096 causal 0.156 and 0.127 (7.3e10).
+LEAST_WORK = 5e10
+#: The same for the FP8 forward.
+LEAST_FP8_WORK = 6e10
+#: Fewest keys under a causal mask at head dims up to 64, where a tile has 192 queries. TFLOP/s of the general and of this kernel
+#: on an H200: S4k 410 and 452. Fewer keys, windows and softcap were not measured since it became faster.
+FEWEST_MASKED = 4096
+#: The same as LEAST_WORK for the backward: there S512 took 0.600 and 0.550, causal 0.420 and 0.393.
 LEAST_BACKWARD_WORK = 5e10
 #: The same for a program with text of its own, where captured tensors are looked at first: 8 documents of 512 tokens (D128, 4
 #: batches of 4096, 16 heads: 5.2e10 as :data:`DOCUMENTS` counts) took 0.43 ms of the device, but 0.54 ms in compiled calls one
@@ -184,8 +188,10 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
     if reason or isinstance(form, str):
         return reason
     if padded(qk_dim) == 64 and (form.lows or form.highs):
-        # 373 TFLOP/s against 429 for a causal mask over 4096 keys on an H200.
-        return "the general kernel is faster for masked scores at head dims up to 64"
+        if form.lows or form.softcap is not None:
+            return "the general kernel takes windows and masked scores with a softcap at head dims up to 64"
+        if keys < FEWEST_MASKED:
+            return f"the general kernel takes masked scores of {keys} keys at head dims up to 64"
     return ""
 
 
@@ -195,7 +201,7 @@ def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, querie
         return f"rows of {qk_dim} and {v_dim} elements are no multiple of 16 bytes"
     if max(padded(qk_dim), padded(v_dim)) > 128:
         return f"the head dims are {qk_dim} and {v_dim}: the output has no registers to be summed outside of the tensor cores"
-    return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_WORK)
+    return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_FP8_WORK)
 
 
 def backward_refusal(

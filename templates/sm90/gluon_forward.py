@@ -6,7 +6,8 @@ while the tensor cores multiply P of one key tile with V, it runs the softmax of
 issuing their products (``PING_PONG``), so that one computes exponentials while the other's products run.
 
 The program's mask is a band: query q attends to keys ``q + low <= kv <= q + high``, each side optional. Key tiles are
-visited from the last to the first; only the tiles that an end of the band or of the keys crosses are masked.
+visited from the last to the first; a consumer masks only the tiles that an end of the band or of the keys crosses for its own
+rows, and leaves out those after the last key that they see.
 
 Units: the softmax runs in base 2, ``scale`` holds log2(e). LSE is the natural logarithm of the denominator, [B, H, M].
 """
@@ -119,23 +120,50 @@ def tanh(x):
 
 
 @gluon.jit
-def softmax(
-    s, m, denom, scale, cap, row_first, n, kv_len, low, high,
-    EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
+def own_end(row_first, q_len, first, end, high, HAS_HIGH: gl.constexpr, KEYS: gl.constexpr):
+    """Where the key tiles from ``first`` to ``end`` end for the 64 rows of a consumer; at least one tile is left."""
+    if HAS_HIGH:
+        q_last = gl.minimum(row_first + 64, q_len) - 1
+        end = gl.minimum(end, gl.maximum((gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS, first + 1))
+    # Nothing is kept of rows past the end.
+    return gl.where(row_first < q_len, end, first + 1)
+
+
+@gluon.jit
+def banded(
+    s, row_first, n, kv_len, low, high,
+    KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with)."""
-    if SOFTCAP:
-        s = tanh(s * cap)
-    if EDGE:
-        q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    """Scores of the keys from ``n``, -inf outside of the band and of the keys."""
+    if HAS_LOW or HAS_HIGH or not EVEN:
+        slack = 0
         if HAS_HIGH:
-            s = gl.where(kv_idx[None, :] <= (q_idx + high)[:, None], s, -float("inf"))
+            slack = gl.minimum(slack, row_first + high - (n + KEYS - 1))
         if HAS_LOW:
-            s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
+            slack = gl.minimum(slack, n - (row_first + 63 + low))
         if not EVEN:
-            s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
+            slack = gl.minimum(slack, kv_len - n - KEYS)
+        # A branch, not a loop of its own: P in 16 bits goes from loop to loop a register a number, packed in every step.
+        if slack < 0:
+            q = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+            kv = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+            # A thread's keys differ in all bits but these and its queries in this one: it compares one number with constants.
+            ahead = (kv & ~6)[None, :] - (q & 8)[:, None]
+            at = ((q & ~8) + (row_first - n))[:, None] - (kv & 6)[None, :]
+            keep = ahead < KEYS
+            if HAS_HIGH:
+                keep = keep & (ahead <= at + high)
+            if HAS_LOW:
+                keep = keep & (ahead >= at + low)
+            if not EVEN:
+                keep = keep & ((kv & ~6) < kv_len - n - (kv & 6))[None, :]
+            s = gl.where(keep, s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def softmax(s, m, denom, scale):
+    """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with)."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
     m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.exp2(m - m_safe)
@@ -147,7 +175,7 @@ def softmax(
 def step(
     i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc,
     scale, cap, row_first, kv_len, low, high,
-    W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    W: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -166,10 +194,10 @@ def step(
         mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
     s = warpgroup_mma_wait(1, deps=[s_token])
     mbarrier.arrive(k_empty.index(stage))
-    p, m, denom, alpha = softmax(
-        s, m, denom, scale, cap, row_first, n, kv_len, low, high,
-        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
-    )  # fmt: skip
+    if SOFTCAP:
+        s = tanh(s * cap)
+    s = banded(s, row_first, n, kv_len, low, high, KEYS, EVEN, HAS_LOW, HAS_HIGH, S_LAYOUT)
+    p, m, denom, alpha = softmax(s, m, denom, scale)
     acc = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(v_empty.index(before))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -201,44 +229,43 @@ def consumer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
 
+        # Tiles that only the other consumers' rows see: their buffers are given back, and the turns passed on.
+        skip = end - own_end(row_first, q_len, first, end, high, HAS_HIGH, KEYS)
+        for j in range(skip):
+            i = loaded + j
+            mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
+            mbarrier.arrive(k_empty.index(i % STAGES))
+            if PING_PONG:
+                mbarrier.wait(turn.index(W), (t + j) & 1)
+                mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
+            mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
+            mbarrier.arrive(v_empty.index(i % STAGES))
+
+        i = loaded + skip
         mbarrier.wait(q_full.index(W), done & 1)
-        mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
+        mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
         zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
-        k = k_smem.index(loaded % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
+        k = k_smem.index(i % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(loaded % STAGES))
-        p, m, denom, _alpha = softmax(
-            s, m, denom, scale, cap, row_first, (end - 1) * KEYS, kv_len, low, high,
-            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
-        )  # fmt: skip
+        mbarrier.arrive(k_empty.index(i % STAGES))
+        if SOFTCAP:
+            s = tanh(s * cap)
+        s = banded(s, row_first, (end - 1 - skip) * KEYS, kv_len, low, high, KEYS, EVEN, HAS_LOW, HAS_HIGH, S_LAYOUT)
+        p, m, denom, _alpha = softmax(s, m, denom, scale)
         p = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
-        if HAS_HIGH or not EVEN:
-            for j in range(1, end - full_end):
-                p, m, denom, acc = step(
-                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, True, KEYS, STAGES, CONSUMERS,
-                    PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-                )  # fmt: skip
-        for j in range(gl.maximum(end - full_end, 1), end - full_first):
+        for j in range(skip + 1, end - first):
             p, m, denom, acc = step(
                 loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, False, KEYS, STAGES, CONSUMERS,
+                p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, KEYS, STAGES, CONSUMERS,
                 PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
-        if HAS_LOW:
-            for j in range(gl.maximum(end - full_first, 1), end - first):
-                p, m, denom, acc = step(
-                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, True, KEYS, STAGES, CONSUMERS,
-                    PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-                )  # fmt: skip
         if OWN_O:
             mbarrier.arrive(q_empty.index(W))
         if DYNAMIC:

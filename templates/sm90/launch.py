@@ -46,9 +46,10 @@ class GluonConfig:
     schedule: str = "dynamic"
 
 
-#: By padded head dim of queries and keys. Forward, TFLOP/s on an H200 (torch 2.11, triton 3.6, bf16, 16384 tokens, hidden
-#: size 2048; in brackets cuDNN in that run): D64 S4k 527 (483); D128 S4k 630 (678), causal 541 (561), S16k causal 664 (605);
-#: D256 S4k causal 660 (609). The other schedules were slower or within the spread of runs, ``static`` much so under a mask.
+#: By padded head dim of queries and keys. Forward, TFLOP/s of calls past torch.compile on an H200 (torch 2.11, triton 3.6, bf16,
+#: 16384 tokens, hidden size 2048), the sides taking turns; in brackets cuDNN in that run: D64 S4k 520 (440), causal 452 (407);
+#: D128 S512 541 (549), S2k causal 563 (503), S4k 669 (634), causal 634 (563), GQA 32:8 S8k causal 621 (550); D256 S4k causal 679
+#: (607). The other schedules were slower or within the spread of runs, ``static`` much so under a mask (D64 S4k causal 400).
 CONFIGS = {
     64: GluonConfig(128, 2, consumers=3, registers=160),
     128: GluonConfig(128, 2),
@@ -56,10 +57,11 @@ CONFIGS = {
 }
 
 
-#: Under a mask with few keys, half as many of them a tile, for less of a tile lies outside the mask: D128 S512 causal 316 TFLOP/s
-#: (352), with the tiles above 292; with 2048 keys it is 468 and 551.
+#: Under a mask with few keys, half as many of them a tile, for less of a tile lies outside the mask, and no counter to fill
+#: before the kernel: D128 S512 causal 343 TFLOP/s (343; another run 341, 351), dynamic 339, with the tiles above 324; with 2048
+#: keys it is 520 and 563.
 SHORT = 512
-MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False)}
+MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False, schedule="static")}
 
 
 def config_of(dim: int, keys: int, masked: bool) -> GluonConfig:
@@ -178,20 +180,22 @@ _MOST_PREPARED = 1024
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles."""
+    prepared = _PREPARED.get(_key(q, k, v, sizes, program))
     # TMA reads rows of 16-byte multiples from 16-byte aligned addresses; compiled code passes nothing else.
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        q, k, v = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k, v))
-    if 0 in (*q.stride(), *k.stride(), *v.stride()):
+    if prepared is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = (t.clone() if t.data_ptr() % 16 else t for t in (q, k, v))
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if overlaps(t) else t for t in (q, k, v))
-    key = (
-        program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
-    )  # fmt: skip
-    prepared = _PREPARED.get(key)
-    if prepared is None:
-        if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
-            _PREPARED.clear()
-        prepared = _PREPARED[key] = prepare(q, k, v, sizes, program)
+        key = _key(q, k, v, sizes, program)
+        prepared = _PREPARED.get(key)
+        if prepared is None:
+            if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
+                _PREPARED.clear()
+            prepared = _PREPARED[key] = prepare(q, k, v, sizes, program)
     return prepared(q, k, v)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> tuple[Any, ...]:
+    return (program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device())
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> Forward:

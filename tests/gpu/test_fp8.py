@@ -37,7 +37,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no FP8 units")
     monkeypatch.setattr(form, "FEWEST", 1)  # short sequences and little work test the same code
-    monkeypatch.setattr(form, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(form, "LEAST_FP8_WORK", 0.0)
     monkeypatch.setattr(select, "FP8_FEWEST", 1)
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):

@@ -205,24 +205,31 @@ def test_programs(name: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "options", "keys"),
+    ("dims", "options", "keys", "stack"),
     [
-        ((64, 64), {}, 4096),
-        ((128, 128), {}, 4096),
-        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 4096),
-        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 500),
-        ((128, 64), {"has_high": True}, 4096),
-        ((256, 256), {"has_high": True, "even": False}, 4096),
-        ((256, 128), {"has_high": True, "has_low": True}, 4096),
+        ((64, 64), {}, 4096, 0),
+        ((64, 64), {"has_high": True}, 4096, 0),
+        ((64, 64), {"has_high": True, "has_low": True}, 4096, 0),
+        ((64, 64), {"has_high": True, "even": False}, 4096, 0),
+        ((64, 64), {"has_high": True, "has_low": True, "even": False}, 4096, 24),
+        ((128, 128), {}, 4096, 0),
+        ((128, 128), {"has_high": True}, 4096, 0),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 4096, 8),
+        ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 500, 0),
+        ((128, 64), {"has_high": True}, 4096, 0),
+        ((256, 256), {"has_high": True, "even": False}, 4096, 0),
+        ((256, 128), {"has_high": True, "has_low": True}, 4096, 0),
     ],
 )
-def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: int) -> None:
+def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: int, stack: int) -> None:
     found = compiled(GluonRequest(*dims, config_of(dims[0], keys, "has_high" in options), **options))
     assert found["shared"] <= SHARED_LIMIT[90]
     assert found["instructions"]["wgmma"] > 0
     assert found["instructions"]["bulk_load"] > 0
     assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
-    assert found["stack"] == found["local"] == 0
+    assert "serialized" not in found["assembler"], found["assembler"]
+    assert found["local"] == 0
+    assert found["stack"] <= stack
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,10 @@ CASES = {
     "plain": Case("score=score * 0.1", {}, (1, 2, 1, 130, 300)),
     "causal": Case(_CAUSAL, {"high": 0}, (2, 2, 1, 300, 300), (64, 128)),
     "causal_even": Case(_CAUSAL, {"high": 0}, (1, 2, 2, 300, 512), constants={"DYNAMIC": False}),
+    "causal_three": Case(_CAUSAL, {"high": 0}, (1, 2, 1, 400, 400), constants={"CONSUMERS": 3}),
+    "causal_short": Case(
+        _CAUSAL, {"high": 0}, (1, 2, 1, 256, 256), constants={"KEYS": 64, "PING_PONG": False, "DYNAMIC": False}
+    ),
     "band": Case(f"{_BAND}", {"low": -40, "high": 30}, (1, 2, 1, 400, 290), constants={"PING_PONG": False}),
     "band_zero": Case(
         f"{_BAND}, dead_rows='zero'", {"low": -40, "high": 30}, (1, 2, 1, 400, 290), constants={"KEYS": 64, "CONSUMERS": 3}

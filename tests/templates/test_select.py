@@ -34,9 +34,10 @@ def test_hopper_takes_both_passes() -> None:
 
 
 def test_passes_are_chosen_each_for_itself() -> None:
-    # Masked scores at small head dims are the general kernel's in the forward.
-    assert named(qk_dim=64, v_dim=64) == f"sm90-tma, backward {HOPPER}"
-    assert named(qk_dim=64, v_dim=64, backward=False) == "sm90-tma"
+    assert named(qk_dim=64, v_dim=64) == HOPPER
+    # Few masked keys at small head dims are the general kernel's in the forward.
+    assert named(qk_dim=64, v_dim=64, keys=1024) == f"sm90-tma, backward {HOPPER}"
+    assert named(qk_dim=64, v_dim=64, keys=1024, backward=False) == "sm90-tma"
     # Beyond 128 columns the values must be as wide as the keys.
     assert named(qk_dim=192, v_dim=128) == f"{HOPPER}, backward sm90-tma"
 
