@@ -77,6 +77,29 @@ def column(x, matrix):
 
 
 @gluon.jit
+def columns_max(x):
+    """The largest of each row of x [64, KEYS], an integer."""
+    # Of every eighth column first: these are sequences that do not wait for each other.
+    return gl.max(gl.max(x.reshape([64, x.shape[1] // 8, 8]), 1), 1)
+
+
+@gluon.jit
+def row_top(s, RAISED: gl.constexpr):
+    """The largest of each row of the products s [64, KEYS], in float32; RAISED: at least 0.
+
+    Of integers the vector units take the largest of three at a time, of floats of two. Floats that are not negative are ordered
+    as the integers of their bits are, and negative ones are negative integers.
+    """
+    if RAISED:
+        top = gl.maximum(columns_max(s.to(gl.int32, bitcast=True)), 0).to(gl.float32, bitcast=True)
+    elif s.dtype == gl.int32:
+        top = columns_max(s).to(gl.float32)
+    else:
+        top = gl.max(s, 1)
+    return gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
 def moved(words):
     """The same words in other registers. The weights of a tile are computed while a product reads those of the tile before;
     ptxas serialises every product of a kernel that writes them where those are, so they are moved there once it is done."""
@@ -86,14 +109,17 @@ def moved(words):
 @gluon.jit
 def softmax(
     s, m, denom, factor, scale, v_top, v_scale, row_first, n, kv_len, low, high,
-    EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
+    EDGE: gl.constexpr, RAISED: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of products into weights.
 
     Returns (p in e4m3, maximum, partial sums, largest scale of V, what the earlier output is multiplied with). ``factor`` [64]:
-    makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are.
+    makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are. RAISED: the maximum is at
+    least 0 from here on.
     """
+    if not (EDGE or SOFTCAP):
+        top = row_top(s, RAISED)
     s = s.to(gl.float32)
     if SOFTCAP:
         s = tanh(s * factor[:, None])
@@ -106,28 +132,27 @@ def softmax(
             s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
         if not EVEN:
             s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
-    v_new = gl.maximum(v_top, v_scale)
+    if EDGE or SOFTCAP:
+        top = gl.max(s, 1)
+    # Weights that are 2^60 times as small as e4m3 takes are zeros there.
+    lower = gl.minimum(v_top * inverse(v_scale), 1152921504606846976.0)
+    less = gl.maximum(lower, 1.0)
     # 448, as a power of two.
-    shift = log2(v_scale) - log2(v_new) + 8.807354922057604
-    if SOFTCAP:
-        m_new = gl.maximum(m, gl.max(s, 1) * scale)
-        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s * scale - (m_safe - shift)[:, None])
-    else:
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
-        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s * factor[:, None] - (m_safe - shift)[:, None])
+    shift = 8.807354922057604 - log2(less)
+    m_new = gl.maximum(m, top * (scale if SOFTCAP else factor))
+    m_safe = m_new if RAISED else gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * (scale if SOFTCAP else factor[:, None]) - (m_safe - shift)[:, None])
     alpha = gl.exp2(m - m_safe)
-    denom = denom * column(alpha, denom) + partial_sums(p, KEYS) * gl.exp2(-shift)
-    return pack(p, KEYS), m_new, denom, v_new, alpha * (v_top * inverse(v_new))
+    denom = denom * column(alpha, denom) + partial_sums(p, KEYS) * (less * 0.002232142857142857)
+    return pack(p, KEYS), m_new, denom, gl.maximum(v_top, v_scale), alpha * gl.minimum(lower, 1.0)
 
 
 @gluon.jit
 def step(
     i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc, v_top, alpha,
     k_scales, v_scales, row_factor, scale, row_first, kv_len, low, high,
-    W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    W: gl.constexpr, EDGE: gl.constexpr, RAISED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     TWO_LEVELS: gl.constexpr, SCALE_KEYS: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -159,7 +184,7 @@ def step(
     mbarrier.arrive(k_empty.index(stage))
     p, m, denom, v_top, alpha_new = softmax(
         s, m, denom, row_factor * k_scale, scale, v_top, v_scale, row_first, n, kv_len, low, high,
-        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+        EDGE, RAISED, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
     # ptxas puts the exponentials behind the wait for the product that they should overlap; over a loop it does not move them.
     # So here is the loop of a wait on a barrier that is complete already.
@@ -184,6 +209,7 @@ def consumer(
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    RAISES: gl.constexpr = not SOFTCAP and q_smem.dtype != gl.int8
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     ROWS: gl.constexpr = 64 * CONSUMERS
     q = q_smem.index(W).reshape([64, QK_DIM])
@@ -219,27 +245,38 @@ def consumer(
         mbarrier.arrive(k_empty.index(loaded % STAGES))
         p, m, denom, v_top, alpha = softmax(
             s, m, denom, row_factor * k_scale, scale, v_top, v_top, row_first, (end - 1) * KEYS, kv_len, low, high,
-            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+            True, False, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
         )  # fmt: skip
         if HAS_HIGH or not EVEN:
             for j in range(1, end - full_end):
                 p, m, denom, acc, v_top, alpha = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, KEYS, STAGES,
-                    CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, False, KEYS,
+                    STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
-        for j in range(gl.maximum(end - full_end, 1), end - full_first):
-            p, m, denom, acc, v_top, alpha = step(
-                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, False, KEYS, STAGES,
-                CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
+        full = gl.maximum(end - full_end, 1)
+        # A maximum that is raised to 0 costs less. The weights lose what it is raised by: 4 of the 14 powers of two that e4m3
+        # has with all its bits.
+        if RAISES and gl.min(m) >= -4.0:
+            for j in range(full, end - full_first):
+                p, m, denom, acc, v_top, alpha = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, False, True, KEYS,
+                    STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        else:
+            for j in range(full, end - full_first):
+                p, m, denom, acc, v_top, alpha = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, False, False, KEYS,
+                    STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
         if HAS_LOW:
             for j in range(gl.maximum(end - full_first, 1), end - first):
                 p, m, denom, acc, v_top, alpha = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, KEYS, STAGES,
-                    CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, False, KEYS,
+                    STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(W))
         if DYNAMIC:
