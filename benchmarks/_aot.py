@@ -389,8 +389,10 @@ def compile_cast(request: CastRequest) -> dict[str, Any]:
     if request.projects:
         kernel, strides = project, ("features", "xb", "xm", "q_row", "k_row", "v_row")
         types |= dict.fromkeys(("x", "wq", "wk", "wv", "bq", "bk", "bv"), "*bf16")
-        constants = projection.constants(dim, dim, format, bias=True, tma=request.arch in (90, 100))
-        options = projection.options(dim, dim)
+        tma = request.arch in (90, 100)
+        heads = projection.together(32, 8, dim, dim, tma)
+        constants = projection.constants(dim, dim, format, bias=True, tma=tma, heads=heads)
+        options = projection.options(dim, dim, heads)
     else:
         kernel, strides = cast, ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn")
         types |= dict.fromkeys("qkv", "*bf16")

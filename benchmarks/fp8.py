@@ -15,7 +15,7 @@ and the kernel that does both.
 
 block: milliseconds of a compiled transformer block, inference: RMS norm, QKV product, attention, output product, with or without
 rotary embeddings; 16384 tokens, hidden size 4096, 32 heads, of keys 8. In bf16, in FP8 with the cast as a kernel of its own,
-and with the cast in the projection where nothing lies between.
+and with the cast in the projection where nothing lies between; with the kernels of one call, by the profiler.
 
 accuracy: relative error (norm of the difference over norm of the result) and root mean square and largest error against float64
 code, on normal operands and with 0.1 % of q, k and v ten and a hundred times as large. ``per tensor`` has one scale for each of q,
@@ -25,12 +25,14 @@ k and v. On the CPU, and for ``per tensor`` everywhere, weights are rounded as a
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import _common
+from benchmarks import _common, _turns
 from benchmarks.attention import CASES, Case
 
 if TYPE_CHECKING:
@@ -256,9 +258,11 @@ def projections() -> list[dict[str, Any]]:
 
 
 BLOCKS = ("bf16", "fp8", "fp8, cast in the projection")
+#: (length, causal, rotary) of the blocks.
+BLOCK_SHAPES = ((8192, True, False), (8192, True, True), (16384, True, False), (16384, False, False))
 
 
-def make_block(kv_heads: int, rotary: bool) -> torch.nn.Module:
+def make_block(kv_heads: int, causal: bool, rotary: bool, device: str = "cuda") -> torch.nn.Module:
     """The block; called with hidden states [B, L, 4096] and the tables of cosines and sines [L, 128]."""
     import torch
 
@@ -274,48 +278,66 @@ def make_block(kv_heads: int, rotary: bool) -> torch.nn.Module:
             q, k, v = (t.unflatten(-1, (-1, 128)).transpose(1, 2) for t in parts)
             if rotary:
                 q, k = (t * cos + torch.cat([-t[..., 64:], t[..., :64]], -1) * sin for t in (q, k))
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
             return x + self.out(y.transpose(1, 2).flatten(2))
 
-    return Block().to("cuda", torch.bfloat16).eval()
+    return Block().to(device, torch.bfloat16).eval()
 
 
-def time_block(job: tuple[int, int, bool, str, Any]) -> dict[str, Any]:
-    """One variant of one block: compiled while others are, timed while nothing else runs."""
+def kernels_of(run: Any) -> dict[str, float]:
+    """Milliseconds by name of the kernels that a call launches."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    found: dict[str, float] = {}
+    for event in events:
+        found[event.name[:60]] = found.get(event.name[:60], 0.0) + event.device_time / 1e3
+    return found
+
+
+def time_block(length: int, causal: bool, rotary: bool, variant: str) -> None:
+    """One variant of one block, in a process of its own."""
     import torch
 
     import fa_inductor
 
-    length, kv_heads, rotary, variant, turn = job
     torch.manual_seed(0)
-    block = make_block(kv_heads, rotary)
+    block = make_block(8, causal, rotary)
     x = torch.randn(16384 // length, length, 4096, device="cuda", dtype=torch.bfloat16)
     angles = torch.outer(torch.arange(length, device="cuda"), 1e4 ** (-torch.arange(64, device="cuda") / 64)).repeat(1, 2)
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
     options: dict[str, Any] = {} if variant == "bf16" else {"fp8": "e4m3", "fp8_projection": variant != "fp8"}
-    row: dict[str, Any] = {"length": length, "kv heads": kv_heads, "rotary": rotary, "variant": variant}
+    row: dict[str, Any] = {"length": length, "causal": causal, "rotary": rotary, "variant": variant}
     with torch.no_grad():
         (site,) = fa_inductor.explain(block, options=options)(x, *tables).sites
         run = torch.compile(block, backend="fa_inductor", options=options)
         out = run(x, *tables)
         torch.cuda.synchronize()
-        with turn:
-            row["ms"] = bench(lambda: run(x, *tables))
-            row["error of the branch"] = errors(out.double() - x, block(x, *tables).double() - x)["relative"]
-    return {**row, "template": site.template}
+        _turns.wait_for_turn()
+        row["ms"] = bench(lambda: run(x, *tables))
+        row["error of the branch"] = errors(out.double() - x, block(x, *tables).double() - x)["relative"]
+        row["template"] = site.template
+        row["kernels"] = kernels_of(lambda: run(x, *tables))
+    _turns.give(row)
 
 
 def blocks(jobs: int) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        turn = manager.Lock()
-        shapes = [(length, 8, rotary) for length in (8192, 16384) for rotary in (False, True)]
-        work = [(*s, variant, turn) for s in shapes for variant in BLOCKS]
-        with context.Pool(min(jobs, len(work)), maxtasksperchild=2) as pool:
-            rows = []
-            for row in pool.imap(time_block, work, chunksize=1):
-                rows.append(row)
-                print(row, flush=True)
+    work = [(*shape, variant) for shape in BLOCK_SHAPES for variant in BLOCKS]
+    rows: list[dict[str, Any]] = []
+
+    def done(i: int, row: dict[str, Any]) -> None:
+        rows.append(row if "error" not in row else {"case": str(work[i]), **row})
+        print({k: x for k, x in row.items() if k != "kernels"}, flush=True)
+
+    _turns.run([[sys.executable, "-m", "benchmarks.fp8", "worker", "--job", json.dumps(w)] for w in work], jobs, done)
+    base = {(r["length"], r["causal"], r["rotary"]): r["ms"] for r in rows if r.get("variant") == "bf16"}
+    for row in rows:
+        if "ms" in row:
+            row["over bf16"] = base.get((row["length"], row["causal"], row["rotary"]), float("nan")) / row["ms"]
     return rows
 
 
@@ -342,12 +364,16 @@ def accuracy(device: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "tiles", "project", "block", "accuracy"))
+    parser.add_argument("what", choices=("speed", "tiles", "project", "block", "accuracy", "worker"))
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES))
     parser.add_argument("--jobs", type=int, default=14, help="compiles at a time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--job", help="of a worker: what it times, JSON")
     a = parser.parse_args()
+    if a.what == "worker":
+        time_block(*json.loads(a.job))
+        return
     if a.what == "accuracy":
         rows = accuracy(a.device)
     elif a.what == "project":
@@ -357,7 +383,8 @@ def main() -> None:
     else:
         known = SPEED if a.what == "speed" else TILED
         rows = (speed if a.what == "speed" else compare_tiles)(a.cases or list(known), a.jobs)
-    print(_common.table([list(r.values()) for r in rows], list(rows[0])))
+    names = [name for name in rows[0] if name != "kernels"]
+    print(_common.table([[r.get(name) for name in names] for r in rows], names))
     if a.out:
         _common.save(a.out, {"command": _common.arguments(), "environment": _common.environment(), "rows": rows})
 

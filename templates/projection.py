@@ -15,21 +15,27 @@ from fa_inductor.templates.rendering import padded_dim
 STEP, SECTION = 64, 8
 
 
+def together(heads: int, kv_heads: int, qk_dim: int, v_dim: int, tma: bool) -> int:
+    """How many heads a program computes: tiles of 128 x 256 load less for each product than those of 128 x 128."""
+    fit = all(padded_dim(d) == d <= 128 for d in (qk_dim, v_dim))
+    return 2 if tma and fit and heads % 2 == kv_heads % 2 == 0 else 1
+
+
 def constants(
-    qk_dim: int, v_dim: int, format: str, bias: bool, tma: bool, permute: bool = False, rounds: bool = False
+    qk_dim: int, v_dim: int, format: str, bias: bool, tma: bool, permute: bool = False, rounds: bool = False, heads: int = 1
 ) -> dict[str, Any]:
-    """The kernel's compile-time arguments."""
+    """The kernel's compile-time arguments; ``heads``: of a program."""
     return {
         "QK_DIM": qk_dim, "QK_PAD": padded_dim(qk_dim), "V_DIM": v_dim, "V_PAD": padded_dim(v_dim), "KEYS": SCALE_KEYS,
-        "STEP": STEP, "SECTION": SECTION, "BIAS": bias,
+        "TOGETHER": heads, "STEP": STEP, "SECTION": SECTION, "BIAS": bias,
         "GROUP": rotation(qk_dim) if FORMATS[format].rotates else 0, "INTEGER": FORMATS[format].integer,
         "PERMUTE": permute, "TMA": tma, "ROUNDS": rounds,
     }  # fmt: skip
 
 
-def options(qk_dim: int, v_dim: int) -> dict[str, int]:
-    """Launch options."""
-    return {"num_warps": 8, "num_stages": 3 if max(qk_dim, v_dim) > 128 else 4}
+def options(qk_dim: int, v_dim: int, heads: int = 1) -> dict[str, int]:
+    """Launch options; ``heads``: of a program."""
+    return {"num_warps": 8, "num_stages": 3 if heads * max(qk_dim, v_dim) > 128 else 4}
 
 
 def project(
@@ -60,11 +66,13 @@ def project(
     made = empty_of(x, (batch, heads, length, qk_dim), (batch, kv_heads, length, qk_dim), v_dim, format)
     tma = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (x, *weights))
-    if tma and aligned:
+    tma = tma and aligned
+    if tma:
         set_allocator(x.device)
-    kernel[(batch * made.k_scale.shape[2] * (heads + 2 * kv_heads),)](
+    wide = together(heads, kv_heads, qk_dim, v_dim, tma)
+    kernel[(batch * made.k_scale.shape[2] * (heads + 2 * kv_heads) // wide,)](
         x, *weights, *(biases or weights), *made.tensors(), batch, heads, kv_heads, length, features, x.stride(0), x.stride(1),
         *(w.stride(0) for w in weights),
-        **constants(qk_dim, v_dim, format, bool(biases), tma and aligned, permute, rounds), **options(qk_dim, v_dim),
+        **constants(qk_dim, v_dim, format, bool(biases), tma, permute, rounds, wide), **options(qk_dim, v_dim, wide),
     )  # fmt: skip
     return made

@@ -77,6 +77,41 @@ def column(x, matrix):
 
 
 @gluon.jit
+def bits(x):
+    """Of float32, as integers."""
+    return x.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def float_of(bits):
+    """The float32 numbers of such bits."""
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def largest(x):
+    """The largest of each row of the integers x [64, KEYS]."""
+    # Of every eighth column first: these are sequences that do not wait for each other.
+    return gl.max(gl.max(x.reshape([64, x.shape[1] // 8, 8]), 1), 1)
+
+
+@gluon.jit
+def row_top(s, RAISES: gl.constexpr, RAISED: gl.constexpr, LAYOUT: gl.constexpr):
+    """The largest of each row of the products s [64, KEYS], in float32; RAISED: at least 0.
+
+    Of integers the vector units take the largest of three at a time, of floats of two. Floats that are not negative are ordered
+    as the integers of their bits are, and negative ones are negative integers.
+    """
+    if RAISED:
+        top = float_of(gl.maximum(largest(bits(s)), 0))
+    elif RAISES and s.dtype == gl.int32:
+        top = largest(s).to(gl.float32)
+    else:
+        top = gl.max(s, 1)
+    return gl.convert_layout(top, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
 def moved(words):
     """The same words in other registers. The weights of a tile are computed while a product reads those of the tile before;
     ptxas serialises every product of a kernel that writes them where those are, so they are moved there once it is done."""
@@ -86,14 +121,17 @@ def moved(words):
 @gluon.jit
 def softmax(
     s, m, denom, factor, scale, v_top, v_scale, row_first, n, kv_len, low, high,
-    EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
+    EDGE: gl.constexpr, RAISES: gl.constexpr, RAISED: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of products into weights.
 
     Returns (p in e4m3, maximum, partial sums, largest scale of V, what the earlier output is multiplied with). ``factor`` [64]:
-    makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are.
+    makes logits of products, or with SOFTCAP arguments of tanh, whose values times ``scale`` are. RAISED: the maximum is at
+    least 0 from here on. RAISES: maxima are taken of integers where that is right.
     """
+    if not (EDGE or SOFTCAP):
+        top = row_top(s, RAISES, RAISED, LAYOUT)
     s = s.to(gl.float32)
     if SOFTCAP:
         s = tanh(s * factor[:, None])
@@ -106,29 +144,28 @@ def softmax(
             s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
         if not EVEN:
             s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
-    v_new = gl.maximum(v_top, v_scale)
+    if EDGE or SOFTCAP:
+        top = gl.max(s, 1)
+    # Weights that are 2^60 times as small as e4m3 takes are zeros there.
+    lower = gl.minimum(v_top * inverse(v_scale), 1152921504606846976.0)
+    less = gl.maximum(lower, 1.0)
     # 448, as a power of two.
-    shift = log2(v_scale) - log2(v_new) + 8.807354922057604
-    if SOFTCAP:
-        m_new = gl.maximum(m, gl.max(s, 1) * scale)
-        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s * scale - (m_safe - shift)[:, None])
-    else:
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
-        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s * factor[:, None] - (m_safe - shift)[:, None])
+    shift = 8.807354922057604 - log2(less)
+    m_new = gl.maximum(m, top * (scale if SOFTCAP else factor))
+    m_safe = m_new if RAISED else gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * (scale if SOFTCAP else factor[:, None]) - (m_safe - shift)[:, None])
     alpha = gl.exp2(m - m_safe)
-    denom = denom * column(alpha, denom) + partial_sums(p, KEYS) * gl.exp2(-shift)
-    return pack(p, KEYS), m_new, denom, v_new, alpha * (v_top * inverse(v_new))
+    denom = denom * column(alpha, denom) + partial_sums(p, KEYS) * (less * 0.002232142857142857)
+    return pack(p, KEYS), m_new, denom, gl.maximum(v_top, v_scale), alpha * gl.minimum(lower, 1.0)
 
 
 @gluon.jit
 def step(
     i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc, v_top, alpha,
-    k_scales, v_scales, row_factor, scale, row_first, kv_len, low, high,
-    W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
-    TWO_LEVELS: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
+    W: gl.constexpr, EDGE: gl.constexpr, RAISED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, RAISES: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, TWO_LEVELS: gl.constexpr, SCALE_KEYS: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns.
@@ -137,8 +174,8 @@ def step(
     """
     stage = i % STAGES
     before = (i - 1) % STAGES
-    k_scale = gl.load(k_scales + n // SCALE_KEYS)
-    v_scale = gl.load(v_scales + n // SCALE_KEYS)
+    k_scale = gl.load(k_scales + (scale_base + n // SCALE_KEYS))
+    v_scale = gl.load(v_scales + (scale_base + n // SCALE_KEYS))
     mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
     if PING_PONG:
         mbarrier.wait(turn.index(W), t & 1)
@@ -159,7 +196,7 @@ def step(
     mbarrier.arrive(k_empty.index(stage))
     p, m, denom, v_top, alpha_new = softmax(
         s, m, denom, row_factor * k_scale, scale, v_top, v_scale, row_first, n, kv_len, low, high,
-        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+        EDGE, RAISES, RAISED, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
     # ptxas puts the exponentials behind the wait for the product that they should overlap; over a loop it does not move them.
     # So here is the loop of a wait on a barrier that is complete already.
@@ -179,11 +216,14 @@ def consumer(
     W: gl.constexpr, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
     v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, EVEN: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, RAISES: gl.constexpr,
+    EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+    SCALE_KEYS: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    # Integers are ordered as they are.
+    LIFTS: gl.constexpr = RAISES and not SOFTCAP and q_smem.dtype != gl.int8
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     ROWS: gl.constexpr = 64 * CONSUMERS
     q = q_smem.index(W).reshape([64, QK_DIM])
@@ -204,12 +244,9 @@ def consumer(
         row_base = (b * num_heads + h).to(gl.int64) * q_len
         q_scale = gl.load(q_scales + row_base + gl.minimum(rows, q_len - 1))
         row_factor = q_scale * (cap if SOFTCAP else scale)
-        block_base = (b * (num_heads // group) + h // group).to(gl.int64) * ((kv_len + SCALE_KEYS - 1) // SCALE_KEYS)
-        ks = k_scales + block_base
-        vs = v_scales + block_base
-
-        k_scale = gl.load(ks + (end - 1) * KEYS // SCALE_KEYS)
-        v_top = gl.load(vs + (end - 1) * KEYS // SCALE_KEYS)
+        scale_base = (b * (num_heads // group) + h // group) * ((kv_len + SCALE_KEYS - 1) // SCALE_KEYS)
+        k_scale = gl.load(k_scales + (scale_base + (end - 1) * KEYS // SCALE_KEYS))
+        v_top = gl.load(v_scales + (scale_base + (end - 1) * KEYS // SCALE_KEYS))
         mbarrier.wait(q_full.index(W), done & 1)
         mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
         zero = gl.zeros([64, KEYS], gl.int32 if q.dtype == gl.int8 else gl.float32, S_LAYOUT)
@@ -219,27 +256,42 @@ def consumer(
         mbarrier.arrive(k_empty.index(loaded % STAGES))
         p, m, denom, v_top, alpha = softmax(
             s, m, denom, row_factor * k_scale, scale, v_top, v_top, row_first, (end - 1) * KEYS, kv_len, low, high,
-            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+            True, RAISES, False, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
         )  # fmt: skip
         if HAS_HIGH or not EVEN:
             for j in range(1, end - full_end):
                 p, m, denom, acc, v_top, alpha = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, KEYS, STAGES,
-                    CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
+                    W, True, False, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
+                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
-        for j in range(gl.maximum(end - full_end, 1), end - full_first):
-            p, m, denom, acc, v_top, alpha = step(
-                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, False, KEYS, STAGES,
-                CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
+        full = gl.maximum(end - full_end, 1)
+        # A maximum that is raised to 0 costs less. The largest weight then is at least 448 / 2^4 in a row, of the 14 powers of two
+        # that e4m3 has with all its bits 10 remain below it.
+        if LIFTS and gl.min(m) >= -4.0:
+            for j in range(full, end - full_first):
+                p, m, denom, acc, v_top, alpha = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
+                    W, False, True, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
+                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        else:
+            for j in range(full, end - full_first):
+                p, m, denom, acc, v_top, alpha = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
+                    W, False, False, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
+                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
         if HAS_LOW:
             for j in range(gl.maximum(end - full_first, 1), end - first):
                 p, m, denom, acc, v_top, alpha = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, v_top, alpha, ks, vs, row_factor, scale, row_first, kv_len, low, high, W, True, KEYS, STAGES,
-                    CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
+                    W, True, False, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
+                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(W))
         if DYNAMIC:
@@ -280,8 +332,8 @@ def fp8_forward(
     q_desc, k_desc, v_desc, o_desc, lse, q_scales, k_scales, v_scales, counter, scale, cap, q_len, kv_len, low, high, num_heads,
     total_heads, group,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, RAISES: gl.constexpr, EVEN: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
 
@@ -326,14 +378,14 @@ def fp8_forward(
             (consumer, (
                 0, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
                 1, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -346,20 +398,20 @@ def fp8_forward(
             (consumer, (
                 0, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
                 1, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
                 2, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,

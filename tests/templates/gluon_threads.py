@@ -217,7 +217,7 @@ class Program:
             constexpr=None, int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
             float8e4nv=torch.float8_e4m3fn,
             minimum=_scalar(torch.minimum), maximum=_scalar(torch.maximum), where=torch.where, exp2=torch.exp2, log2=torch.log2,
-            max=lambda x, dim: x.amax(dim), sum=lambda x, dim: x.sum(dim), static_range=range,
+            max=lambda x, dim: x.amax(dim), min=lambda x: x.amin(), sum=lambda x, dim: x.sum(dim), static_range=range,
             full=lambda shape, value, dtype, _=None: torch.full(tuple(shape), value, dtype=dtype),
             zeros=lambda shape, dtype, _=None: torch.zeros(tuple(shape), dtype=dtype),
             arange=lambda start, end, layout=None: torch.arange(start, end),
@@ -292,6 +292,7 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             if plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
                 namespace[name] = _in(plain, namespace)
         namespace.update(accumulator_layout=lambda _: None, column=lambda x, _: x[:, None])
+        namespace.update(bits=lambda x: x.view(torch.int32), float_of=lambda x: x.view(torch.float32))
         _in(kernel.fn, namespace)(*arguments, **constants)
 
 

@@ -16,9 +16,8 @@ warnings.filterwarnings("ignore", category=RuntimeWarning)
 import torch  # noqa: E402
 
 from fa_inductor import fp8, reference  # noqa: E402
-from fa_inductor.templates import direct  # noqa: E402
+from fa_inductor.templates import direct, projection  # noqa: E402
 from fa_inductor.templates.configs import TileConfig  # noqa: E402
-from fa_inductor.templates.projection import project  # noqa: E402
 from fa_inductor.templates.quantise import quantise  # noqa: E402
 from tests.templates import families  # noqa: E402
 
@@ -58,19 +57,19 @@ def forward(name: str, format: str, tma: bool) -> None:
     assert families.error(lse, true_lse) < 1e-5, (name, format, families.error(lse, true_lse))
 
 
-def projection(heads: int, kv_heads: int, dims: tuple[int, int], length: int, bias: bool, format: str) -> None:
+def projected(heads: int, kv_heads: int, dims: tuple[int, int], length: int, bias: bool, format: str) -> None:
     features = 80
     x = torch.randn(2, length, features)
     rows = (heads * dims[0], kv_heads * dims[0], kv_heads * dims[1])
     weights = [torch.randn(n, features) / features**0.5 for n in rows]
     biases = [torch.randn(n) for n in rows] if bias else []
-    ours = project(x, weights, biases, heads, kv_heads, format, rounds=True)
+    ours = projection.project(x, weights, biases, heads, kv_heads, format, rounds=True)
     want = fp8.cast_operands(*fp8.projected(x, weights, biases, heads, kv_heads), format)
     for got, true in zip(ours.tensors()[:3], want.tensors()[:3], strict=True):
         assert (got.float() != true.float()).float().mean() < 2e-3
     for got, true in zip(ours.tensors()[3:], want.tensors()[3:], strict=True):
         torch.testing.assert_close(got, true, rtol=1e-5, atol=0.0)
-    moved = project(x, weights, biases, heads, kv_heads, format, permute=True, rounds=True)
+    moved = projection.project(x, weights, biases, heads, kv_heads, format, permute=True, rounds=True)
     assert torch.equal(moved.v.float()[..., PLACE[: ours.v.shape[3]]], ours.v.float())
 
 
@@ -79,9 +78,12 @@ if __name__ == "__main__":
     for dim in (32, 96, 256):
         for format in fp8.FORMATS:
             cast(dim, format)
-    projection(4, 2, (32, 48), 150, bias=True, format="e4m3")
-    projection(2, 2, (64, 32), 128, bias=False, format="e4m3-rotated")
-    projection(2, 1, (32, 32), 130, bias=False, format="int8-e4m3")
+    projected(4, 2, (32, 48), 150, bias=True, format="e4m3")
+    projected(2, 2, (64, 32), 128, bias=False, format="e4m3-rotated")
+    projected(2, 1, (32, 32), 130, bias=False, format="int8-e4m3")
+    projection.together = lambda *_: 2  # as with TMA
+    projected(4, 2, (32, 64), 150, bias=True, format="e4m3")
+    projected(2, 2, (64, 32), 130, bias=False, format="e4m3-rotated")
     for name in sys.argv[1:]:
         forward(name, format="e4m3", tma=False)
         forward(name, format="e4m3-rotated", tma=True)

@@ -78,7 +78,10 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
     assert found["instructions"]["trap"] == found["instructions"]["mma.sync"] == 0
     # Weights written into registers that a running product still reads would make ptxas wait for each product.
     assert "serialized" not in found["assembler"], found["assembler"]
-    assert found["stack"] == found["local"] == 0
+    # At most four constants of a thread, which are stored before the first tile: that is where ``raises`` puts the addresses of
+    # its one reduction over the warps. Masked, on an H200, that kernel was 1.14x the one before it, which has none on the stack.
+    assert found["stack"] <= (16 if CONFIGS[dims[0]].raises and not options.get("integer") else 0)
+    assert found["local"] == 0
 
 
 @pytest.mark.parametrize(

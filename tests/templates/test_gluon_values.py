@@ -20,7 +20,10 @@ pytest.importorskip("triton")
 
 @dataclass(frozen=True)
 class Case:
-    """A program and its form; (batch, query heads, key heads, queries, keys); (Dqk, Dv); constants that are no default."""
+    """A program and its form; (batch, query heads, key heads, queries, keys); (Dqk, Dv); constants that are no default.
+
+    ``apart``: what the keys are shifted by, and the queries in the other direction, so that all scores are negative.
+    """
 
     program: str
     form: dict[str, Any]
@@ -28,6 +31,7 @@ class Case:
     dims: tuple[int, int] = (64, 64)
     constants: dict[str, Any] = field(default_factory=dict)
     programs: int = 2
+    apart: float = 0.0
 
 
 _CAUSAL = "score=where(kv_idx <= q_idx, score * 0.1, -inf)"
@@ -48,6 +52,8 @@ CASES = {
         "score=where(kv_idx <= q_idx, tanh(score * 0.02) * 50.0, -inf)", {"high": 0, "cap": 0.02, "scale": 50.0},
         (1, 4, 2, 260, 390), (128, 64), {"KEYS": 64}, 3,
     ),
+    "negative": Case("score=score * 0.1", {}, (1, 1, 1, 130, 500), apart=0.9),
+    "very_negative": Case(_CAUSAL, {"high": 0}, (1, 2, 1, 300, 300), apart=2.0),
 }  # fmt: skip
 
 
@@ -58,7 +64,7 @@ def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
         for h, n, d in ((heads, queries, case.dims[0]), (kv_heads, keys, case.dims[0]), (kv_heads, keys, case.dims[1]))
     )
     v[:, :, :128] *= 30.0  # the scales of the blocks of keys differ
-    return q, k, v
+    return q - case.apart, k + case.apart, v
 
 
 def constants(case: Case, **more: Any) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def test_fp8(name: str, format: str, two_levels: bool) -> None:
     v8 = torch.empty_like(small.v)
     v8[..., place] = small.v
     out, lse = results(case, torch.float32)
-    made = constants(case, TWO_LEVELS=two_levels, SCALE_KEYS=128)
+    made = constants(case, TWO_LEVELS=two_levels, RAISES=two_levels or format != "e4m3", SCALE_KEYS=128)
     (d, dv), keys = case.dims, made["KEYS"]
     tiles = ((small.q, 64, d), (small.k, keys, d), (v8, dv, keys), (out, 64, dv))
     arguments = [Descriptor(t, (1, 1, *tile)) for t, *tile in tiles]
