@@ -201,7 +201,7 @@ def check(
         torch._dynamo.reset()
         compiled: Callable = torch.compile(fn, backend=made.backend, dynamic=dynamic)
     else:
-        compiled = made.backend(trace(fn, args), list(args))
+        compiled = made.backend(trace(fn, copy_args(args)), list(args))
     for given in (args, *more):
         eager = call(fn, copy_args(given))
         exact = call(exact_fn or fn, copy_args(given, torch.float64))
