@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils import _pytree as pytree
@@ -159,6 +160,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list
         device = first.fake_device
         same = lambda x: isinstance(x, FakeTensor) and x.fake_device == device  # noqa: E731
         if all(same(x) and x.constant is None and x.layout is torch.strided for x in tensors):  # type: ignore[attr-defined]
-            with in_kernel_invocation_manager(first.fake_mode):
+            with no_python_dispatcher(), in_kernel_invocation_manager(first.fake_mode):
                 return FakeTensor(first.fake_mode, func(*args, **kwargs), device)
     return func(*args, **kwargs)

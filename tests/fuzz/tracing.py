@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
@@ -184,4 +185,5 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
     for node in reversed(recorder.graph.nodes):
         if node.target is operator.getitem and not node.users and isinstance(node.args[0].meta["example_value"], (tuple, list)):
             recorder.graph.erase_node(node)
-    return fx.GraphModule(torch.nn.Module(), recorder.graph)
+    with _use_lazy_graph_module(True):  # its code is made when it runs, after the rewrite
+        return _make_graph_module(torch.nn.Module(), recorder.graph)
