@@ -19,6 +19,7 @@ class Tally:
     fused: int = 0
     gradients: int = 0
     whole: int = 0
+    dynamic: int = 0
     generated: int = 0
     last: int = -1
 
@@ -33,13 +34,14 @@ class Tally:
         self.kernels[case.options["kernel"]] += 1
         self.gradients += any(i.grad for i in case.example.inputs)
         self.whole += case.dynamo
+        self.dynamic += case.example.dynamic
         self.generated += case.through.codegen
 
     def merge(self, other: Tally) -> None:
         """Adds what another process has seen."""
         for name in ("kinds", "dtypes", "kernels"):
             getattr(self, name).update(getattr(other, name))
-        for name in ("fused", "gradients", "whole", "generated"):
+        for name in ("fused", "gradients", "whole", "dynamic", "generated"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.last = max(self.last, other.last)
 

@@ -11,9 +11,11 @@ spelling of softmax, near misses of all these. It runs eagerly, in float64 and c
 float64 by twice what eager is off, plus a rounding band of the dtype, and NaN must be where eager has it. Example `i` of a seed is
 the same one whatever ran before it. A failure is shrunk and saved as a program that needs nothing but torch and fa_inductor.
 
-Most examples are rewritten from a graph like Dynamo's (`tests/fuzz/tracing.py`) and run op by op, a tenth of a second each; every
-20th goes through Dynamo and AOTAutograd, and every 50th through Inductor's code generation besides. On a GPU the ops launch the
-Triton kernels themselves, and two dozen graphs in a row spell the same attention, so that they share kernels.
+Most examples are rewritten from a graph like Dynamo's (`tests/fuzz/tracing.py`) and run op by op, a twentieth of a second each;
+every 20th goes through Dynamo and AOTAutograd, and every 50th through Inductor's code generation besides, which take a second
+and three: for many graphs in little time make the shares smaller (`--whole-every 100 --codegen-every 1000 --dynamic-every 10`).
+On a GPU the ops launch the Triton kernels themselves, and two dozen graphs in a row spell the same attention, so that they share
+kernels.
 """
 
 from __future__ import annotations
@@ -90,15 +92,21 @@ class Choices:
 
 @dataclass(frozen=True)
 class Through:
-    """What an example goes through: Dynamo and AOTAutograd (``whole``), and Inductor's code generation (``codegen``)."""
+    """What an example goes through: Dynamo and AOTAutograd (``whole``), and Inductor's code generation (``codegen``).
+
+    ``dynamic``: Dynamo with run-time sizes, where the example draws that; otherwise its sizes are known all the same.
+    """
 
     whole: bool = False
     codegen: bool = False
+    dynamic: bool = True
 
     @staticmethod
     def of(index: int, args: argparse.Namespace) -> Through:
-        codegen = (index + 1) % args.codegen_every == 0
-        return Through(codegen or (index + 1) % args.whole_every == 0, codegen)
+        every = lambda n: (index + 1) % n == 0  # noqa: E731
+        codegen = every(args.codegen_every)
+        whole = codegen or every(args.whole_every)
+        return Through(whole, codegen, whole or every(args.dynamic_every))
 
 
 @dataclass
@@ -140,6 +148,7 @@ def case_of(choices: Choices, device: str, kernels: Sequence[str], through: Thro
     kernel = choices.pick(list(kernels))
     blocks = choices.pick(BLOCKS) if device == "cpu" else BLOCKS[0]
     example = generate(choices)
+    example.dynamic &= through.dynamic
     options = {"kernel": kernel, **({"min_seqlen": 0} if device == "cpu" and kernel != "reference" else {})}
     return Case(example, options, blocks, through, choices.made)
 
@@ -269,6 +278,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", help="options={'kernel': ...} to draw from (default aten,reference on CPU, auto on a GPU)")
     parser.add_argument("--whole-every", type=int, default=20, help="every which example Dynamo traces (default 20)")
     parser.add_argument("--codegen-every", type=int, default=50, help="every which example Inductor compiles (default 50)")
+    parser.add_argument("--dynamic-every", type=int, default=1, help="every which one drawn so has run-time sizes (default 1)")
     parser.add_argument("--family", type=int, help="graphs in a row that spell one attention (default 1; 24 on a GPU)")
     parser.add_argument("--failures", type=int, default=5, help="stop a process after so many failures (default 5)")
     parser.add_argument("--shrink-seconds", type=float, default=120.0, help="time to simplify each failure (default 120)")
@@ -346,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command(args: argparse.Namespace, name: str) -> str:
     """The command line that runs one example again."""
     text = f"python -m benchmarks.fuzz --device {args.device} --seed {args.seed} --start {name.split('/')[1]} --examples 1"
-    given = {"whole-every": (args.whole_every, 20)}
+    given = {"whole-every": (args.whole_every, 20), "dynamic-every": (args.dynamic_every, 1)}
     if not args.interpret:
         given["codegen-every"] = args.codegen_every, 50
     text += " --interpret" if args.interpret else ""

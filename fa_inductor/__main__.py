@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("target", metavar="MODULE:CALLABLE")
     explain.add_argument("--dynamic", action="store_true", help="compile for any size")
+    explain.add_argument("--no-grad", action="store_true", help="compile and run under torch.no_grad(), as in inference")
     explain.add_argument("--profile", action="store_true", help="run again under a profiler: the time of each site's kernel")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -82,11 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(doctor())
             return 0
+        import torch
+
         from .entry import explain
 
         model, args, kwargs = load_target(arguments.target)
         dynamic = {"dynamic": True} if arguments.dynamic else {}
-        report = explain(model, profile=arguments.profile, **dynamic)(*args, **kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not arguments.no_grad):
+            report = explain(model, profile=arguments.profile, **dynamic)(*args, **kwargs)
         print(report.to_json() if arguments.json else report)
         return 0
     except FaInductorError as error:

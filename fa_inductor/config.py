@@ -132,8 +132,13 @@ class Options:
             expected = _compat.inductor_option_type(name)
             if expected is not None and not isinstance(value, expected):
                 raise OptionError.invalid(f"Inductor option {name}", value, expected.__name__)
-        if os.environ.get(ENV_SWITCH, "").lower() in _FALSE:
+        switch = os.environ.get(ENV_SWITCH, "").strip().lower()
+        if switch in _FALSE:
             ours["enabled"] = False
+        elif switch and switch not in _TRUE:
+            close = difflib.get_close_matches(switch, sorted(_FALSE), n=1, cutoff=0.5)
+            hint = f" Did you mean {ENV_SWITCH}={close[0]}?" if close else ""
+            warnings.warn(f"{ENV_SWITCH}={switch} switches nothing off; 0 does.{hint}", stacklevel=2)
         return cls(**ours), inductor
 
     def key(self) -> str:

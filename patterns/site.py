@@ -17,7 +17,7 @@ from fa_inductor.patterns.finish import Finisher
 from fa_inductor.patterns.operands import Axes, Extents, Operand
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
-from fa_inductor.patterns.stability import may_be_dead, may_vanish
+from fa_inductor.patterns.stability import may_be_dead, may_overflow, may_vanish
 from fa_inductor.patterns.terms import Index, tensor_of, value_of
 from fa_inductor.spec import AttentionSpec, Rejection
 from fa_inductor.view import AtenView, DynamoValue, slicing
@@ -208,6 +208,8 @@ def build_match(view, site, groups, extents, q, k, v, logits, sinks, dropout_p, 
     facts, is_mask = _facts(lengths), lambda x: not place.requires_grad(finisher.captures[x.slot])
     if not site.stable and not held and may_vanish(score, is_mask, facts):
         raise Reject("without the row's maximum taken off, exp vanishes in a row whose keys are all masked", site.anchor.node)
+    if not site.stable and may_overflow(score, is_mask):
+        raise Reject("without the row's maximum taken off, exp overflows where a large number is added", site.anchor.node)
     if not site.sinks_survive and may_be_dead(score, is_mask, facts):
         raise Reject("a row whose keys are all masked is NaN, as its maximum is taken off before the sink", site.anchor.node)
     for c in finisher.captures:

@@ -46,7 +46,6 @@ class AtenView:
     """Result of :func:`build`."""
 
     graph: fx.Graph = None  # type: ignore[assignment]
-    module: fx.GraphModule = None  # type: ignore[assignment]
     fake_mode: FakeTensorMode | None = None
     origin: dict[fx.Node, Origin] = field(default_factory=dict)
     bodies: dict[Path, fx.GraphModule] = field(default_factory=dict)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
 from fa_inductor.view import slicing
@@ -28,7 +28,8 @@ class Books:
         self.keys: list[int] = []
         self.kept: list[Any] = []
         self.attr_values: dict[int, Any] = {}
-        self.tracer: Any = None
+        self.node_of: Callable[[torch.Tensor], fx.Node | None] = lambda _: None
+        self.functional = True
         self.aten_graph: fx.Graph = None  # type: ignore[assignment]
 
     def new_key(self, tensors: list[torch.Tensor]) -> int:
@@ -41,8 +42,7 @@ class Books:
         return slicing.needed(gm, is_inplace, self._slices).need
 
     def aten_of(self, t: torch.Tensor) -> fx.Node | None:
-        slot = get_proxy_slot(plain(t), self.tracer, None)
-        return slot.proxy.node if slot is not None else None
+        return self.node_of(plain(t))
 
     def leaves(self, result: Any) -> dict[int, fx.Node | None]:
         return {i: self.aten_of(t) for i, t in enumerate(pytree.tree_leaves(result)) if isinstance(t, torch.Tensor)}

@@ -150,6 +150,8 @@ class Interpreter(fx.Interpreter):
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         key = self.books.new_key(tensors)
         made = OPAQUE([t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)], key)
-        # Without a functional input the mode does not wrap the result, and in-place writes into it would go unseen.
-        out = iter(t if isinstance(t, FunctionalTensor) else FunctionalTensor.to_functional(t) for t in made)
+        if self.books.functional:
+            # Without a functional input the mode does not wrap the result, and in-place writes into it would go unseen.
+            made = [t if isinstance(t, FunctionalTensor) else FunctionalTensor.to_functional(t) for t in made]
+        out = iter(made)
         return pytree.tree_unflatten([next(out) if isinstance(t, torch.Tensor) else t for t in leaves], spec)

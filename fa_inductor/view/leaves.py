@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
@@ -53,7 +54,14 @@ def plain(t: Any) -> Any:
 
 
 class Leaves(TorchFunctionMode):
-    """Keeps SDPA and detach as single nodes, also where a composite function calls them."""
+    """Keeps SDPA and detach as single nodes, also where a composite function calls them.
+
+    ``node_of``: the node of the view that a tensor is the value of.
+    """
+
+    def __init__(self, node_of: Callable[[torch.Tensor], fx.Node | None]):
+        super().__init__()
+        self.node_of = node_of
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -63,9 +71,16 @@ class Leaves(TorchFunctionMode):
         if data or func in (torch.detach, torch.Tensor.detach):
             return DETACH(args[0])
         result = func(*args, **kwargs)
-        if func in _MAY_RETURN_ALIAS and _is_alias_of(result, args[0]):
+        if func in _MAY_RETURN_ALIAS and self._is_alias_of(result, args[0]):
             return aten.slice.Tensor(args[0], 0)
         return result
+
+    def _is_alias_of(self, result: Any, x: torch.Tensor) -> bool:
+        """Whether ``result`` is all of ``x`` and was recorded as an ``alias`` node."""
+        if not isinstance(result, (FunctionalTensor, FakeTensor)) or x.dim() == 0 or result.shape != x.shape:
+            return False
+        node = self.node_of(result)
+        return node is not None and node.target is DETACH
 
 
 #: Views that torch spells ``alias`` where nothing changes, as ``x[:, 0:]`` does; the view says ``slice`` there.
@@ -73,15 +88,6 @@ _MAY_RETURN_ALIAS = {
     torch.Tensor.__getitem__, torch.movedim, torch.moveaxis, torch.Tensor.movedim, torch.Tensor.moveaxis, torch.transpose,
     torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes, torch.swapdims, torch.Tensor.swapdims,
 }  # fmt: skip
-
-
-def _is_alias_of(result: Any, x: torch.Tensor) -> bool:
-    """Whether ``result`` is all of ``x`` and was recorded as an ``alias`` node."""
-    if not isinstance(result, FunctionalTensor) or x.dim() == 0 or result.shape != x.shape:
-        return False
-    proxy_mode = get_proxy_mode()
-    slot = get_proxy_slot(plain(result), proxy_mode.tracer, None) if proxy_mode is not None else None
-    return slot is not None and slot.proxy.node.target is DETACH
 
 
 def _call_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]

@@ -25,7 +25,6 @@ def valid(example: Example, device: str = "cpu") -> bool:
 
 def run(example: Example, seed: int = 0, made: Compiled | None = None, device: str = "cpu", dynamo: bool = True) -> int:
     """Checks one example; returns how many attentions fused. ``dynamo`` as :func:`tests.fuzz.oracle.check` has it."""
-    torch.manual_seed(seed)
     placed = example.placed(device)
     made = check(
         placed.function(),

@@ -293,6 +293,42 @@ def transposed_onto_itself(q, k, v, m, r):
     return scores(q, k).transpose(1, 1).swapaxes(2, 2).softmax(-1) @ v
 
 
+# ------------------------------------------------------------------------- exp of numbers that lift a logit without a shift
+def held(s: Tensor, v: Tensor) -> Tensor:
+    return (s.exp() / (total(s.exp()) + 0.1)) @ v
+
+
+@form(grad=False)
+def large_fill_turned_around(q, k, v, m, r):
+    return held((1 - scores(q, k).masked_fill(m, -1e4)).clamp_min(-2.0), v)
+
+
+@form(grad=False)
+def infinite_fill_turned_around(q, k, v, m, r):
+    return held(1 - scores(q, k).masked_fill(m, -INF), v)
+
+
+@form(grad=False)
+def large_bias_of_a_mask_taken_off(q, k, v, m, r):
+    return held(scores(q, k) - m.float() * -1e4, v)
+
+
+@form(grad=False)
+def large_fill_where_every_row_has_a_key(q, k, v, m, r):
+    s = torch.where(torch.ones(6, 6, dtype=torch.bool).tril(), scores(q, k), 1e4)
+    return (s.exp() / total(s.exp())) @ v
+
+
+@form(fuses=True)
+def low_fill_beside_a_sink_that_is_a_number(q, k, v, m, r):
+    return held(scores(q, k).masked_fill(m, -1e4), v)
+
+
+@form(fuses=True)
+def low_bias_beside_a_sink_that_is_a_number(q, k, v, m, r):
+    return held(scores(q, k) + (1.0 - (~m).float()) * -1e4, v)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_once_wrong(name: str) -> None:
     torch.manual_seed(0)

@@ -119,6 +119,12 @@ def test_switch_beats_everything(monkeypatch: pytest.MonkeyPatch, text: str) -> 
     assert Options.from_user({"enabled": True})[0].enabled is False
 
 
+def test_switch_that_is_not_understood_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA_INDUCTOR", "of")
+    with pytest.warns(UserWarning, match="FA_INDUCTOR=of switches nothing off; 0 does. Did you mean FA_INDUCTOR=off?"):
+        assert Options.from_user()[0].enabled
+
+
 def test_switch_on_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_INDUCTOR", "1")
     assert Options.from_user({"enabled": False})[0].enabled is False

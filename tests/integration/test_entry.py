@@ -182,6 +182,11 @@ def test_command_line_explain(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "1 fused" in capsys.readouterr().out
     assert main(["explain", "test_entry:with_kwargs", "--json", "--dynamic"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["fused"] == 1
+    for options, backward in ([], True), (["--no-grad"], False):
+        assert main(["explain", "test_entry:tiny", "--json", *options]) == 0
+        (site,) = json.loads(capsys.readouterr().out)["sites"]
+        assert (site["status"], site["backward"]) == ("fused", backward)
+    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize(
