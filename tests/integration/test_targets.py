@@ -23,11 +23,12 @@ def row(text: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_best_of_several_runs(tmp_path: Path) -> None:
+def test_best_and_last_of_several_runs(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.json", ours=660.0, cudnn=600.0), write(tmp_path / "b.json", ours=672.0, cudnn=600.0)]
     text = _targets.table(paths)
     assert row(text, "forward d128_s4k") == ["forward d128_s4k", "1.11", "1.100", "1.120", "1.120", "yes"]
     assert row(text, "backward d128_s4k")[-2:] == ["1.120", "-0.9%"]
+    assert row(_targets.table(paths[::-1]), "forward d128_s4k")[-2:] == ["1.120", "-0.9%"]  # the last one counts
     assert row(text, "forward d64_s4k") == ["forward d64_s4k", "1.10", "", "", "", ""]
 
 
