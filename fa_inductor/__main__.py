@@ -58,7 +58,9 @@ def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
         raise OptionError(f"explain: there is no module {module_name!r} here; run it from the folder it is in.") from None
-    factory = getattr(module, name, None)
+    if not hasattr(module, name):
+        raise OptionError(f"explain: module {module_name!r} has no {name!r}, expected a function without arguments of that name.")
+    factory = getattr(module, name)
     if not callable(factory):
         raise OptionError.invalid(f"explain: {target}", factory, "a function without arguments")
     made = factory()
@@ -72,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 (the command failed) or 2 (it was not understood)."""
     arguments = _parser().parse_args(argv)
     try:
+        # Torch's profiler prints a line at each start and stop, unless told so before torch loads.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         if arguments.command == "demo":
-            # The profiler that measures memory prints a line at each start and stop, unless told so before torch loads.
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             from .demo import demo
 
             return demo(seqlen=arguments.seqlen, device=arguments.device)

@@ -169,7 +169,7 @@ def demo(seqlen: int = 2048, device: str = "cpu") -> int:
     from . import __version__
 
     print(f"fa_inductor {__version__}, torch {torch.__version__}, {device}, {torch.get_num_threads()} threads")
-    print(f"Models of {LAYERS} layers, {seqlen} tokens, float32, random weights, eager attention. Forward pass.\n")
+    print(f"Models of {LAYERS} layers, {seqlen} tokens, float32, random weights, eager attention. Forward pass.\n", flush=True)
     rows = []
     worst = 0.0
     for model in models(seqlen, device):

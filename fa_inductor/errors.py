@@ -61,7 +61,7 @@ class StrictModeError(FaInductorError, RuntimeError):
         lines = "\n".join(f"  {site}" for site in self.sites)
         super().__init__(
             f"strict mode: {count} attention site{'s' if count != 1 else ''} stayed {stayed}:\n{lines}\n"
-            f"Change the model as the reasons say, or drop options={{'strict': True}} to run these sites {stayed}."
+            f"Change the model as the reasons say, or switch strict off (also FA_INDUCTOR_STRICT) to run them {stayed}."
         )
 
 

@@ -175,7 +175,7 @@ def _fallback(op: Any, args: Sequence[Any], reason: str) -> Any:
 
     if _no_python_kernels.get():
         raise PythonKernelError(f"{op} would run its eager kernel, which is Python: {reason}")
-    log.info("%s runs its eager kernel: %s", op, reason)
+    log.info("%s is called as an op, no kernel is generated: %s", op, reason)
     return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 

@@ -169,7 +169,7 @@ class FusionReport:
                     site.status,
                     _wrap(_short(site.source) or [site.where()], each + 8),
                     _wrap(form, each),
-                    _wrap([*kernel, site.reason, *misses], each),
+                    _wrap([*kernel, site.reason, _nodes(members), *misses], each),
                 ]
             )
         return tabulate(rows, ["sites", "status", "source", "form", "kernel or reason"])
@@ -178,8 +178,19 @@ class FusionReport:
         counts = ", ".join(f"{number} {status}" for status, number in self.counts().items())
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
         head = f"fa_inductor: {counts} in {graphs} (pass: {self.seconds * 1e3:.0f} ms)"
-        body = self.table() if self.sites else "No attention was found."
-        return "\n".join([head, *(f"note: {note}" for note in self.notes), body])
+        lines = [head, *(f"note: {note}" for note in self.notes)]
+        # A note without a graph says why nothing was searched.
+        if self.sites or self.graphs or not self.notes:
+            lines.append(self.table() if self.sites else "No attention was found.")
+        return "\n".join(lines)
+
+
+def _nodes(members: Sequence[SiteReport]) -> str:
+    """Where unfused sites that share a row are in their graphs."""
+    if members[0].status == "fused":
+        return ""
+    names = list(dict.fromkeys(site.node for site in members if site.node))
+    return f"at {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
 
 
 def _short(source: str) -> list[str]:
