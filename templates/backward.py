@@ -67,6 +67,8 @@ def _context(
         "dead_zero": program.spec.dead_rows == "zero",
         "even_q": problem.even_q,
         "even_kv": problem.even_kv,
+        "dp_place": config.dp_place,
+        "pointers_once": config.pointers_once,
     }
 
 

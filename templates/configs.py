@@ -26,6 +26,11 @@ class TileConfig:
         poly_quarters: quarters of a tile's keys, 1 to 4, that it computes.
         rescale_threshold: the forward rescales its sums only where the maximum of a row has grown by more than this power of 2
             (8: sums of at most 256 times as much); 0: whenever it grows.
+        dp_place: where the dK/dV kernel starts the product of V and dO: after that for dV (``dv``), between the weights and that
+            (``weights``: dV is added while dS is computed) or with the scores (``score``: more registers where the program
+            computes something of a score).
+        pointers_once: load tiles that stay for a whole program (backward) through pointers. With a tensor descriptor each
+            of them is waited for before the next is asked for, which counts where few tiles follow.
     """
 
     block_m: int
@@ -38,6 +43,8 @@ class TileConfig:
     poly_degree: int = 0
     poly_quarters: int = 1
     rescale_threshold: int = 0
+    dp_place: str = "dv"
+    pointers_once: bool = False
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -46,6 +53,15 @@ def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
 
 def _tma(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
     return tuple(TileConfig(*r, tma=True) for r in rows)
+
+
+def _early(row: tuple[int, int, int, int], place: str = "weights", tma: bool = True) -> tuple[TileConfig, ...]:
+    """dK/dV with dP before dV. Measured against each other in one run: benchmarks/notes/general_backward.md."""
+    return (TileConfig(*row, tma=tma, dp_place=place),)
+
+
+def _once(row: tuple[int, int, int, int], place: str = "dv") -> tuple[TileConfig, ...]:
+    return (TileConfig(*row, tma=True, dp_place=place, pointers_once=True),)
 
 
 def _thinned(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -84,8 +100,8 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     # At 256, causal: 488 483 361.
     (90, 2, 256, "forward"): (*_tma((128, 64, 8, 2)), *_rows((128, 64, 8, 2)), *_tma((64, 64, 4, 2))),
     (90, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
-    (90, 2, 64, "dkdv"): (*_tma((64, 64, 4, 2), (32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 552 517 487
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 616 572 526
+    (90, 2, 64, "dkdv"): (*_early((64, 64, 4, 2)), *_tma((32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 552 517 487
+    (90, 2, 128, "dkdv"): (*_early((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 616 572 526
     (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 2)), *_rows((64, 32, 8, 2), (32, 32, 8, 2))),  # causal: 244 239 214
     (90, 2, 512, "dkdv"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     (90, 2, 64, "dq"): (*_tma((64, 64, 4, 2)), *_rows((128, 64, 8, 3)), *_tma((128, 64, 8, 3))),  # 646 631 618
@@ -153,7 +169,7 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2), (64, 64, 4, 3))),  # causal: 491 480 464
     (90, 2, 256, "forward"): (*_rows((128, 64, 8, 2)), *_tma((128, 64, 8, 2), (64, 64, 4, 2))),  # causal: 536 489
     (90, 2, 64, "dkdv"): (*_tma((32, 64, 4, 2)), *_rows((32, 64, 4, 3), (64, 64, 4, 2))),  # causal: 474 460 440
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2)), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # causal: 558 522, 592 522
+    (90, 2, 128, "dkdv"): (*_early((64, 64, 4, 2)), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # causal: 558 522, 592 522
     (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 1), (64, 64, 8, 2)), *_rows((32, 32, 8, 2))),  # causal: 267 257
     (90, 2, 64, "dq"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 64, 4, 2))),  # causal: 598 578 559
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((64, 64, 4, 2))),  # causal: 598 576 573
@@ -175,7 +191,7 @@ _LONG_DOCUMENTS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
 # Programs that read a bias or mask of the scores' size: its tile needs registers too. Measured with a bias [H, S, S].
 _LOADS_TILES: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 128, "forward"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 413 401 340
-    (90, 2, 128, "dkdv"): (*_tma((64, 64, 4, 2), (64, 64, 4, 3)), *_rows((64, 128, 8, 3))),  # 514 414 325
+    (90, 2, 128, "dkdv"): (*_early((64, 64, 4, 2)), *_tma((64, 64, 4, 3)), *_rows((64, 128, 8, 3))),  # 514 414 325
     (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3)), *_tma((64, 64, 4, 2))),  # 555 539 494
 }
 
@@ -199,9 +215,9 @@ _UNKNOWN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
 SHORT = 1024
 _SHORT: dict[tuple[int, int, int, str, bool], tuple[TileConfig, ...]] = {
     (90, 2, 128, "forward", False): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2))),  # 366 363
-    (90, 2, 128, "dkdv", False): (*_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 418 403
-    (90, 2, 128, "dkdv", True): (*_rows((64, 64, 4, 2), (64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 319 288 279
-    (90, 2, 128, "dq", False): (*_tma((128, 32, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 441 432 429
+    (90, 2, 128, "dkdv", False): (*_once((64, 64, 4, 2), "score"), *_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 462 414 405
+    (90, 2, 128, "dkdv", True): (*_early((64, 64, 4, 2), "score", tma=False), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # 338 312
+    (90, 2, 128, "dq", False): (*_once((128, 32, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((128, 64, 8, 3))),  # 483 447 428
     (90, 2, 128, "dq", True): _rows((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),  # 303 291 244
 }
 

@@ -29,6 +29,10 @@ SHAPES = [
     Family("plain_d128", "attention(score=score * 0.1)", (1, 2, 1, 200, 333, 128, 128)),
     Family("plain_even_d128", "attention(score=score * 0.1)", (2, 2, 2, 1280, 1408, 128, 128)),
     Family("plain_short_d128", "attention(score=score * 0.1)", (2, 2, 2, 512, 512, 128, 128)),
+    Family("causal_short_d128", CAUSAL, (2, 2, 2, 512, 512, 128, 128)),
+    Family("softcap_short_d128", "attention(score=tanh(score * 0.1 * 0.04) * 25.0)", (2, 2, 2, 512, 512, 128, 128)),
+    Family("gqa_uneven_short_d128", "attention(score=score * 0.1)", (2, 4, 2, 300, 500, 128, 128)),
+    Family("plain_even_d64", "attention(score=score * 0.125)", (2, 2, 2, 1280, 1408, 64, 64)),
     Family("causal_heads_d128", CAUSAL, (1, 2, 2, 300, 333, 128, 128)),
     Family("causal_even_d128", CAUSAL, (1, 2, 2, 1280, 1280, 128, 128)),
     Family(

@@ -31,7 +31,10 @@ def run(name: str, dtype: torch.dtype, splits: int) -> dict[str, float]:
         true_out, true_lse, _ = families.truth(o, family)
         return {"out": families.error(out, true_out), "lse": families.error(lse, true_lse.float())}
     tile = TileConfig(32, 16, 4, 1)
-    configs = direct.Configs(tile, TileConfig(16, 32, 4, 1), tile, tile)
+    # Each family takes one of the places where the product of V and dO may start, and descriptors with it.
+    place = ("dv", "weights", "score")[[f.name for f in families.FAMILIES].index(name) % 3]
+    tma = {"tma": place != "dv", "pointers_once": place == "score"}
+    configs = direct.Configs(tile, TileConfig(16, 32, 4, 1, dp_place=place, **tma), TileConfig(32, 16, 4, 1, **tma), tile)
     out, lse = direct.forward(o.q, o.k, o.v, o.captures, sizes, spec, configs)
     grads = direct.backward(
         o.grad_out, o.q, o.k, o.v, out, lse, o.captures, sizes, spec, o.needs_grad, configs
