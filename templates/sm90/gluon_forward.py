@@ -6,7 +6,9 @@ while the tensor cores multiply P of one key tile with V, it runs the softmax of
 issuing their products (``PING_PONG``), so that one computes exponentials while the other's products run.
 
 The program's mask is a band: query q attends to keys ``q + low <= kv <= q + high``, each side optional. Key tiles are
-visited from the last to the first; only the tiles that an end of the band or of the keys crosses are masked.
+visited from the last to the first; only the tiles that an end of the band or of the keys crosses are masked. What else masks,
+and a logit of the program's own, is text that :mod:`fa_inductor.templates.sm90.forward_source` prints; the tiles of keys that
+such a mask leaves a tile of queries come from memory, RANGES.
 
 Units: the softmax runs in base 2, ``scale`` holds log2(e). LSE is the natural logarithm of the denominator, [B, H, M].
 """
@@ -24,6 +26,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # triton 3.9 renamed the copies.
 tma_load = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
 tma_store = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+
+
+# What a score program computes, where it is more than a scale, a softcap and a band. A module that
+# :mod:`fa_inductor.templates.sm90.forward_source` generates holds this file's text and, after it, definitions of its own of
+# these four. ``score`` is S [64, KEYS], ``q_idx`` [64, 1] and ``kv_idx`` [1, KEYS] lie within the lengths.
+
+
+@gluon.jit
+def score_values(b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures):
+    """What depends on no key: once a tile of queries."""
+    return (0,)
+
+
+@gluon.jit
+def score_logit(score, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, values):
+    """The logit over ``scale``, not masked."""
+    return score
+
+
+@gluon.jit
+def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures):
+    """``logit``, or -inf where the program masks it by more than a band. With WIDE it is the logit itself, and what the program
+    adds to it for a key is added here."""
+    return logit
+
+
+@gluon.jit
+def score_sinks(b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures):
+    """The sinks of queries [64], times log2(e): numbers or such blocks."""
+    return (0.0,)
 
 
 @gluon.constexpr_function
@@ -44,9 +76,14 @@ def tile_of(work, q_len, num_heads, total_heads, SECTION: gl.constexpr, ROWS: gl
 
 @gluon.jit
 def key_tiles(
-    q_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr
-):
-    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked."""
+    q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, MASKED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked.
+
+    RANGES [B, query tiles, 4] int32, or None: what the rest of the mask leaves of them, in the same order but for the end, which
+    is second. With MASKED and without RANGES no tile is full.
+    """
     q_last = gl.minimum(q_first + ROWS, q_len) - 1
     first = 0
     end = (kv_len + KEYS - 1) // KEYS
@@ -58,6 +95,14 @@ def key_tiles(
     if HAS_HIGH:
         full_end = gl.minimum(full_end, gl.maximum(q_first + high + 1, 0) // KEYS)
         end = gl.minimum(end, (gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS)
+    if ranges is not None:
+        at = ranges + 4 * (b * ((q_len + ROWS - 1) // ROWS) + q_first // ROWS)
+        first = gl.minimum(gl.maximum(first, gl.load(at)), (kv_len + KEYS - 1) // KEYS - 1)
+        end = gl.minimum(end, gl.load(at + 1))
+        full_first = gl.maximum(full_first, gl.load(at + 2))
+        full_end = gl.minimum(full_end, gl.load(at + 3))
+    elif MASKED:
+        full_end = 0
     end = gl.maximum(end, first + 1)
     full_end = gl.minimum(gl.maximum(full_end, first), end)
     full_first = gl.minimum(gl.maximum(full_first, first), full_end)
@@ -67,9 +112,9 @@ def key_tiles(
 @gluon.jit
 def producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, MASKED: gl.constexpr, V_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
     ROWS: gl.constexpr = 64 * CONSUMERS
@@ -79,7 +124,9 @@ def producer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, _full_first, _full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, MASKED, ROWS, KEYS
+        )
         kv_head = h // group
         for w in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
@@ -119,14 +166,32 @@ def tanh(x):
 
 
 @gluon.jit
+def queries_from(row_first, q_len, LAYOUT: gl.constexpr):
+    """The queries of a consumer [64]; those past the end repeat the last one."""
+    return gl.minimum(row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), q_len - 1)
+
+
+@gluon.jit
 def softmax(
-    s, m, denom, scale, cap, row_first, n, kv_len, low, high,
+    s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
     EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with)."""
     if SOFTCAP:
         s = tanh(s * cap)
+    if PROGRAM or (EDGE and MASKED):
+        at_q = queries_from(row_first, q_len, LAYOUT)[:, None]
+        at_kv = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        if not EVEN:
+            at_kv = gl.minimum(at_kv, kv_len - 1)
+        at_kv = at_kv[None, :]
+    if PROGRAM:
+        s = score_logit(s, b, h, at_q, at_kv, q_len, kv_len, captures, values)
+    if EDGE and MASKED:
+        if WIDE:
+            s = s * (scale * 0.6931471805599453)
+        s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
     if EDGE:
         q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
@@ -136,19 +201,33 @@ def softmax(
             s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
         if not EVEN:
             s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = gl.exp2(m - m_safe)
-    p = gl.exp2(s * scale - m_safe[:, None])
+    if WIDE:
+        # The maximum is one of logits: those of edge tiles may be too large to be multiplied.
+        top = gl.max(s, 1)
+        if not EDGE:
+            top = top * (scale * 0.6931471805599453)
+        m_new = gl.maximum(m, top)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.exp2((m - m_safe) * 1.4426950408889634)
+        if EDGE:
+            p = gl.exp2((s - m_safe[:, None]) * 1.4426950408889634)
+        else:
+            p = gl.exp2(s * scale - (m_safe * 1.4426950408889634)[:, None])
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.exp2(m - m_safe)
+        p = gl.exp2(s * scale - m_safe[:, None])
     return p, m_new, denom * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
 def step(
     i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc,
-    scale, cap, row_first, kv_len, low, high,
+    scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
     W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns."""
@@ -167,8 +246,8 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s_token])
     mbarrier.arrive(k_empty.index(stage))
     p, m, denom, alpha = softmax(
-        s, m, denom, scale, cap, row_first, n, kv_len, low, high,
-        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+        s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
+        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(v_empty.index(before))
@@ -179,10 +258,11 @@ def step(
 @gluon.jit
 def consumer(
     W: gl.constexpr, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-    work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+    work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures, ranges,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
@@ -201,10 +281,23 @@ def consumer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, full_first, full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, MASKED, ROWS, KEYS
+        )
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        if SINKS > 0:
+            # A sink is one more logit of its row: it starts the maximum and the sum, and has no value.
+            sinks = score_sinks(b, h, queries_from(row_first, q_len, S_LAYOUT), q_len, kv_len, captures)
+            for i in gl.static_range(SINKS):
+                m = gl.maximum(m, sinks[i])
+            m_safe = gl.where(m == -float("inf"), 0.0, m)
+            for i in gl.static_range(SINKS):
+                denom += gl.exp2(sinks[i] - m_safe)
+        values = (0,)
+        if PROGRAM:
+            values = score_values(b, h, queries_from(row_first, q_len, S_LAYOUT)[:, None], q_len, kv_len, captures)
         acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
 
         mbarrier.wait(q_full.index(W), done & 1)
@@ -215,29 +308,32 @@ def consumer(
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(loaded % STAGES))
         p, m, denom, _alpha = softmax(
-            s, m, denom, scale, cap, row_first, (end - 1) * KEYS, kv_len, low, high,
-            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
+            s, m, denom, scale, cap, row_first, (end - 1) * KEYS, q_len, kv_len, low, high, b, h, captures, values,
+            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
         )  # fmt: skip
         p = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
-        if HAS_HIGH or not EVEN:
+        if HAS_HIGH or not EVEN or MASKED:
             for j in range(1, end - full_end):
                 p, m, denom, acc = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, True, KEYS, STAGES, CONSUMERS,
-                    PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                    W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         for j in range(gl.maximum(end - full_end, 1), end - full_first):
             p, m, denom, acc = step(
                 loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, False, KEYS, STAGES, CONSUMERS,
-                PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                W, False, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
+                S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
-        if HAS_LOW:
+        if HAS_LOW or MASKED:
             for j in range(gl.maximum(end - full_first, 1), end - first):
                 p, m, denom, acc = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, scale, cap, row_first, kv_len, low, high, W, True, KEYS, STAGES, CONSUMERS,
-                    PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                    W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         if OWN_O:
             mbarrier.arrive(q_empty.index(W))
@@ -259,7 +355,10 @@ def consumer(
 
         rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         lse_row = lse + (b * num_heads + h).to(gl.int64) * q_len + rows
-        gl.store(lse_row, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
+        if WIDE:
+            gl.store(lse_row, m + gl.log2(denom) * 0.6931471805599453, mask=rows < q_len)
+        else:
+            gl.store(lse_row, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
         if DEAD_ZERO:
             denom = gl.where(denom == 0.0, 1.0, denom)
         acc = acc * gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -278,10 +377,12 @@ def consumer(
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_heads", "total_heads", "group"])
 def flash_forward(
     q_desc, k_desc, v_desc, o_desc, lse, counter, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
+    captures, ranges,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
     REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
 
@@ -289,6 +390,9 @@ def flash_forward(
     Launched with at most ceil(q_len / (64 * CONSUMERS)) * total_heads programs of 4 warps, which share the tiles.
     DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start; with a program a tile, any number.
     OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
+    Of a module with a score program of its own (PROGRAM, or MASKED and SINKS where only the mask and the sinks are more)
+    ``captures`` are what that text names, and ``ranges`` as in :func:`key_tiles`, or None. SINKS: how many. WIDE: what MASKED
+    adds may be huge.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[3]
@@ -329,45 +433,45 @@ def flash_forward(
         gl.warp_specialize([
             (consumer, (
                 0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (consumer, (
                 1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, MASKED, False,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
                 0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (consumer, (
                 1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (consumer, (
                 2, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, MASKED, False,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

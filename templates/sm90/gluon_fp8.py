@@ -195,7 +195,9 @@ def consumer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, full_first, full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, None, HAS_LOW, HAS_HIGH, False, ROWS, KEYS
+        )
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = partial_sums(gl.zeros([64, KEYS], gl.float32, S_LAYOUT), KEYS)
@@ -337,8 +339,8 @@ def fp8_forward(
             )),
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, None,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False, True,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -363,7 +365,7 @@ def fp8_forward(
             )),
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, None,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False, True,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

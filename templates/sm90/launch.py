@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.direct import problem_of
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import dense_strides
-from fa_inductor.templates.sm90.form import form_of, padded
+from fa_inductor.templates.sm90.captured import Captured, layout_of
+from fa_inductor.templates.sm90.form import form_of, forward_form_of, padded
+from fa_inductor.templates.sm90.forward_source import ForwardSource, forward_kernel, forward_source_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
+from fa_inductor.templates.sm90.program_source import range_kernel
 
 #: Query rows of one consumer warpgroup.
 CONSUMER_ROWS = 64
@@ -88,6 +93,10 @@ def constants(config: GluonConfig, d_pad: int, v_pad: int) -> dict[str, Any]:
     }
 
 
+#: The kernel's compile-time arguments for a score under a band, which needs no text of its own.
+NO_PROGRAM = {"PROGRAM": False, "MASKED": False, "WIDE": False, "SINKS": 0}
+
+
 def numbers_of(
     scale: float, softcap: float | None, lengths: tuple[int, int], band: tuple[int | None, int | None], b: int, hq: int, hkv: int
 ) -> tuple[float | int, ...]:
@@ -104,6 +113,8 @@ class Forward:
         scale: factor of the logits. low, high: query m attends to keys m + low .. m + high; None for no limit.
         softcap: scores become ``tanh(score * softcap)`` before ``scale``.
         layout: memory order of out. dead_zero: rows without keys give 0, not NaN.
+        source: the program's own kernels where it is more than ``scale``, ``softcap`` and the band say, with its captured
+            tensors and run-time sizes.
     """
 
     def __init__(
@@ -119,6 +130,9 @@ class Forward:
         softcap: float | None = None,
         layout: str = "bhmd",
         dead_zero: bool = False,
+        source: ForwardSource | None = None,
+        captures: Sequence[Tensor] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         from fa_inductor.templates.sm90.gluon_forward import flash_forward
 
@@ -135,7 +149,9 @@ class Forward:
             DescriptorForm(v, config.keys, v_pad),
             DescriptorForm(out, CONSUMER_ROWS, v_pad),
         ]
-        tiles = -(-m // (CONSUMER_ROWS * config.consumers)) * b * hq
+        rows = CONSUMER_ROWS * config.consumers
+        row_tiles = -(-m // rows)
+        tiles = row_tiles * b * hq
         programs = tiles if config.schedule == "tile" else min(tiles, _processors(self.device_index))
         # With a program for each tile, the counter's value does not matter.
         self.make_counter = torch.zeros if config.schedule == "dynamic" and programs < tiles else torch.empty
@@ -144,20 +160,33 @@ class Forward:
             "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero,
         }  # fmt: skip
-        self.launcher = Launcher(flash_forward, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
+        flags |= NO_PROGRAM if source is None else source.constants
+        kernel = flash_forward if source is None else forward_kernel(source)
+        self.arguments = Captured(source.arguments if source else (), captures, sizes)
+        self.ranges: Launcher | None = None
+        if source is not None and source.ranges:
+            self.range_size = (b, row_tiles, 4)
+            self.range_arguments = Captured(source.range_arguments, captures, sizes)
+            made = {"BLOCK_M": rows, "BLOCK_N": config.keys, "OWN": 1 << (rows - 1).bit_length()}
+            self.ranges = Launcher(range_kernel(source.ranges), (b * row_tiles, 1, 1), made)
+        self.launcher = Launcher(kernel, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """(out [B, Hq, M, Dv] in the layout's order, lse [B, Hq, M] float32)."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self(q, k, v)
+                return self(q, k, v, captures)
         out = torch.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
         # One a call: launches on several streams, and graphs that are replayed side by side, may share none.
         counter = self.make_counter(1, dtype=torch.int32, device=self.device)
         q_form, k_form, v_form, o_form = self.forms
         descriptors = q_form.of(q), k_form.of(k), v_form.of(v), o_form.of(out)
-        self.launcher(self.device_index, *descriptors, lse, counter, *self.numbers)
+        ranges = None
+        if self.ranges is not None:
+            ranges = torch.empty(self.range_size, dtype=torch.int32, device=self.device)
+            self.ranges(self.device_index, ranges, *self.range_arguments(captures), *self.numbers[2:4])
+        self.launcher(self.device_index, *descriptors, lse, counter, *self.numbers, self.arguments(captures) or None, ranges)
         return out, lse
 
 
@@ -178,31 +207,48 @@ _MOST_PREPARED = 1024
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles."""
+    return program_attention(q, k, v, (), sizes, program)
+
+
+def program_attention(
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.ForwardForm`, with its default tiles."""
     # TMA reads rows of 16-byte multiples from 16-byte aligned addresses; compiled code passes nothing else.
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (q, k, v))
     if 0 in (*q.stride(), *k.stride(), *v.stride()):
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if overlaps(t) else t for t in (q, k, v))
-    key = (
+    key: tuple[Any, ...] = (
         program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
     )  # fmt: skip
+    if captures:
+        key += layout_of(captures)
     prepared = _PREPARED.get(key)
     if prepared is None:
         if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
             _PREPARED.clear()
-        prepared = _PREPARED[key] = prepare(q, k, v, sizes, program)
-    return prepared(q, k, v)
+        prepared = _PREPARED[key] = prepare(q, k, v, sizes, program, captures)
+    return prepared(q, k, v, captures)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> Forward:
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str, captures: Sequence[Tensor] = ()
+) -> Forward:
     """The kernel of a program with its default tiles; raises ValueError for a program without a form."""
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
+    more: dict[str, Any] = {}
     if isinstance(form, str):
-        raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
+        problem = problem_of(q, k, v, captures, sizes)
+        form = forward_form_of(Program.of(spec, problem).spec)
+        if isinstance(form, str):
+            raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
+        source = forward_source_of(spec, problem, [t.stride() for t in captures])
+        more = {"source": source, "captures": captures, "sizes": sizes}
     low, high = form.band(q.shape[2], k.shape[2], sizes)
     config = config_of(padded(q.shape[3]), k.shape[2], low is not None or high is not None)
     return Forward(
         q, k, v, config, scale=form.scale, low=low, high=high, softcap=form.softcap,
-        layout=spec.layout, dead_zero=spec.dead_rows == "zero",
+        layout=spec.layout, dead_zero=spec.dead_rows == "zero", **more,
     )  # fmt: skip
