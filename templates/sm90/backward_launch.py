@@ -187,7 +187,7 @@ class Backward:
             if source.ranges and not deterministic:
                 tiles = -(-n // config.keys)
                 self.range_size = (b, tiles, 4)
-                made = {"BLOCK_M": config.rows, "BLOCK_N": config.keys, "OWN": config.keys}
+                made = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}
                 self.ranges = Launcher(range_kernel(source.ranges), (b * tiles, 1, 1), made)
         self.main = Launcher(kernel, (-(-n // config.keys) * b * hkv, 1, 1), constants)
         #: Numbers that give the additions to dQ their order: see gluon_order.

@@ -42,7 +42,7 @@ LEAST_PROGRAM_WORK = 8e10
 DOCUMENTS = 8
 _TILE = 128
 #: Beyond this an end of the band is beyond every key; it keeps the sums of the kernel within int32.
-_FAR = 2**30
+FAR = 2**30
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Form:
         def value(end: Linear) -> int:
             table = {"q_len": q_len, "kv_len": kv_len, **{f"n{i}": n for i, n in enumerate(sizes)}}
             total = end.const + sum(c * table[t.name] for t, c in end.terms.items() if isinstance(t, Sym))
-            return max(-_FAR, min(_FAR, total))
+            return max(-FAR, min(FAR, total))
 
         lows, highs = [value(x) for x in self.lows], [value(x) for x in self.highs]
         return max(lows, default=None), min(highs, default=None)
@@ -75,7 +75,7 @@ class Form:
         known = {Q_LEN, KV_LEN}
         fixed = [tuple(end for end in ends if known.issuperset(end.terms)) for ends in (self.lows, self.highs)]
         low, high = Form(self.scale, self.softcap, *fixed).band(queries, keys, ())
-        low, high = -_FAR if low is None else low, _FAR if high is None else high
+        low, high = -FAR if low is None else low, FAR if high is None else high
         rows = min(queries, 64)
         middles = [(2 * i + 1) * queries // (2 * rows) for i in range(rows)]
         counts = (min(q + high, keys - 1) - max(q + low, 0) + 1 for q in middles)
@@ -120,10 +120,13 @@ class ProgramForm(Form):
     rest: Expr = TRUE
     plain: bool = True
 
+    @property
+    def compares(self) -> bool:
+        """Whether the mask compares queries with keys by more than their distance."""
+        return self.rest != TRUE and any(_differs(a) and finds(a) for a in conjuncts(self.rest))
+
     def kept(self, queries: int, keys: int) -> float:
-        atoms = conjuncts(self.rest) if self.rest != TRUE else []
-        compares = any(_differs(a) and finds(a) for a in atoms)
-        return super().kept(queries, keys) / (DOCUMENTS if compares else 1)
+        return super().kept(queries, keys) / (DOCUMENTS if self.compares else 1)
 
 
 @lru_cache(maxsize=512)
@@ -278,8 +281,16 @@ def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim:
             return f"{load} is gathered for every score"
     for load in (n for n in form.body.walk() if isinstance(n, Load) and n.depends_on(KV_IDX)):
         return f"the logit reads {load} for every {'score' if load.depends_on(Q_IDX) else 'key'}"
-    reason = _costly((form.body,)) or _unread(form.rest, False) or _unprintable(printed)
-    return reason
+    if form.compares and padded_dim != 128:
+        # Documents at head dim 64: 268 and 196 TFLOP/s with 2 and 3 consumers against 306; at 256 they were not timed.
+        return f"masks that compare queries with keys are the general kernel's at this head dim: {form.rest}"
+    most = MOST_TERMS if padded_dim > 64 else MOST_TERMS_64
+    return _costly((form.body,), most) or _unread(form.rest, padded_dim == 128) or _unprintable(printed)
+
+
+#: Of the forward at head dims up to 64: clipped scores, 3 terms, 385 TFLOP/s of the general kernel and 417; ALiBi on both sides, 5
+#: terms, 381 and 357.
+MOST_TERMS_64 = 3
 
 
 def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int) -> str:
@@ -352,7 +363,7 @@ def _program_refusal(
         if padded_dim > 64:
             # 251 against 294; at head dim 64 305 against 223.
             return f"the logit reads {load} for every query, which takes more registers than there are"
-    reason = _costly((live, d_score(live))) or _unread(form.rest, padded_dim > 64)
+    reason = _costly((live, d_score(live)), MOST_TERMS) or _unread(form.rest, padded_dim > 64)
     if reason:
         return reason
     if deterministic and (form.rest != TRUE or not form.plain):
@@ -362,11 +373,11 @@ def _program_refusal(
     return _unprintable((spec.score, d_score(spec.score)))
 
 
-def _costly(exprs: Sequence[Expr]) -> str:
+def _costly(exprs: Sequence[Expr], most: int) -> str:
     """Why what is computed of every score takes too long, "" where it does not."""
     terms = dict.fromkeys(n for e in exprs for n in e.walk() if isinstance(n, Call) and _differs(n))
     strange = sorted({n.fn for n in terms} - _CHEAP)
-    if strange or len(terms) > MOST_TERMS:
+    if strange or len(terms) > most:
         return f"the logit has {strange[0] if strange else f'{len(terms)} terms'}, which takes more registers than there are"
     return ""
 

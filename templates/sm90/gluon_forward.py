@@ -76,13 +76,13 @@ def tile_of(work, q_len, num_heads, total_heads, SECTION: gl.constexpr, ROWS: gl
 
 @gluon.jit
 def key_tiles(
-    q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, MASKED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr,
+    q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
 ):  # fmt: skip
     """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked.
 
-    RANGES [B, query tiles, 4] int32, or None: what the rest of the mask leaves of them, in the same order but for the end, which
-    is second. With MASKED and without RANGES no tile is full.
+    RANGES [B, ceil(M / 64), 4] int32, or None: for 64 queries the first key and the end of those that the rest of the mask leaves
+    to any, and of a run of those that it leaves to all of them.
     """
     q_last = gl.minimum(q_first + ROWS, q_len) - 1
     first = 0
@@ -96,13 +96,15 @@ def key_tiles(
         full_end = gl.minimum(full_end, gl.maximum(q_first + high + 1, 0) // KEYS)
         end = gl.minimum(end, (gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS)
     if ranges is not None:
-        at = ranges + 4 * (b * ((q_len + ROWS - 1) // ROWS) + q_first // ROWS)
-        first = gl.minimum(gl.maximum(first, gl.load(at)), (kv_len + KEYS - 1) // KEYS - 1)
-        end = gl.minimum(end, gl.load(at + 1))
-        full_first = gl.maximum(full_first, gl.load(at + 2))
-        full_end = gl.minimum(full_end, gl.load(at + 3))
-    elif MASKED:
-        full_end = 0
+        at = ranges_of(ranges, b, q_first, q_len)
+        seen = gl.load(at)
+        seen_end = gl.load(at + 1)
+        for w in gl.static_range(1, ROWS // 64):
+            at = ranges_of(ranges, b, q_first + w * 64, q_len)
+            seen = gl.minimum(seen, gl.load(at))
+            seen_end = gl.maximum(seen_end, gl.load(at + 1))
+        first = gl.minimum(gl.maximum(first, seen // KEYS), (kv_len + KEYS - 1) // KEYS - 1)
+        end = gl.minimum(end, (seen_end + KEYS - 1) // KEYS)
     end = gl.maximum(end, first + 1)
     full_end = gl.minimum(gl.maximum(full_end, first), end)
     full_first = gl.minimum(gl.maximum(full_first, first), full_end)
@@ -110,11 +112,40 @@ def key_tiles(
 
 
 @gluon.jit
+def ranges_of(ranges, b, row_first, q_len):
+    """Where the 64 queries from ``row_first`` have theirs; past the last queries, those of the last ones."""
+    tiles = (q_len + 63) // 64
+    return ranges + 4 * (b * tiles + gl.minimum(row_first // 64, tiles - 1))
+
+
+@gluon.jit
+def seen_by(ranges, b, row_first, q_len, kv_len):
+    """What RANGES say of 64 queries: (first key, end, first key of a run that all see, its end, and of those that need no other
+    mask than the first two: all where they are the run's)."""
+    first = 0
+    end = kv_len
+    whole_first = 0
+    whole_end = 0
+    clear_first = 0
+    clear_end = 0
+    if ranges is not None:
+        at = ranges_of(ranges, b, row_first, q_len)
+        first = gl.load(at)
+        end = gl.load(at + 1)
+        whole_first = gl.load(at + 2)
+        whole_end = gl.load(at + 3)
+        alone = (first == whole_first) & (end == whole_end)
+        clear_first = gl.where(alone, 0, whole_first)
+        clear_end = gl.where(alone, 1 << 30, whole_end)
+    return first, end, whole_first, whole_end, clear_first, clear_end
+
+
+@gluon.jit
 def producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, MASKED: gl.constexpr, V_TRANSPOSED: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
     ROWS: gl.constexpr = 64 * CONSUMERS
@@ -125,7 +156,7 @@ def producer(
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
         first, _full_first, _full_end, end = key_tiles(
-            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, MASKED, ROWS, KEYS
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
         )
         kv_head = h // group
         for w in gl.static_range(CONSUMERS):
@@ -174,10 +205,15 @@ def queries_from(row_first, q_len, LAYOUT: gl.constexpr):
 @gluon.jit
 def softmax(
     s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
+    seen_first, seen_end, clear_first, clear_end,
     EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with)."""
+    """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with).
+
+    What masks besides the band keeps no key but from ``seen_first`` to ``seen_end``, and of those all from ``clear_first`` to
+    ``clear_end``.
+    """
     if SOFTCAP:
         s = tanh(s * cap)
     if PROGRAM or (EDGE and MASKED):
@@ -191,7 +227,8 @@ def softmax(
     if EDGE and MASKED:
         if WIDE:
             s = s * (scale * 0.6931471805599453)
-        s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
+        if (n < clear_first) | (n + KEYS > clear_end):
+            s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
     if EDGE:
         q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
@@ -199,7 +236,10 @@ def softmax(
             s = gl.where(kv_idx[None, :] <= (q_idx + high)[:, None], s, -float("inf"))
         if HAS_LOW:
             s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
-        if not EVEN:
+        if MASKED:
+            # ``seen_end`` is no more than ``kv_len``.
+            s = gl.where(((kv_idx >= seen_first) & (kv_idx < seen_end))[None, :], s, -float("inf"))
+        elif not EVEN:
             s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
     if WIDE:
         # The maximum is one of logits: those of edge tiles may be too large to be multiplied.
@@ -225,6 +265,7 @@ def softmax(
 def step(
     i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc,
     scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+    seen_first, seen_end, clear_first, clear_end,
     W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
@@ -247,7 +288,7 @@ def step(
     mbarrier.arrive(k_empty.index(stage))
     p, m, denom, alpha = softmax(
         s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
-        EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
+        seen_first, seen_end, clear_first, clear_end, EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(v_empty.index(before))
@@ -282,9 +323,13 @@ def consumer(
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
         first, full_first, full_end, end = key_tiles(
-            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, MASKED, ROWS, KEYS
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
         )
         row_first = q_first + W * 64
+        seen_first, seen_end, whole_first, whole_end, clear_first, clear_end = seen_by(ranges, b, row_first, q_len, kv_len)
+        if MASKED:
+            full_end = gl.minimum(full_end, gl.maximum(whole_end // KEYS, first))
+            full_first = gl.minimum(gl.maximum(full_first, (whole_first + KEYS - 1) // KEYS), full_end)
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         if SINKS > 0:
@@ -309,7 +354,8 @@ def consumer(
         mbarrier.arrive(k_empty.index(loaded % STAGES))
         p, m, denom, _alpha = softmax(
             s, m, denom, scale, cap, row_first, (end - 1) * KEYS, q_len, kv_len, low, high, b, h, captures, values,
-            True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
+            seen_first, seen_end, clear_first, clear_end, True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
+            S_LAYOUT,
         )  # fmt: skip
         p = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
         if HAS_HIGH or not EVEN or MASKED:
@@ -317,23 +363,23 @@ def consumer(
                 p, m, denom, acc = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
-                    W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
-                    S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         for j in range(gl.maximum(end - full_end, 1), end - full_first):
             p, m, denom, acc = step(
                 loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                 p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
-                W, False, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
-                S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                seen_first, seen_end, clear_first, clear_end, W, False, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         if HAS_LOW or MASKED:
             for j in range(gl.maximum(end - full_first, 1), end - first):
                 p, m, denom, acc = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
-                    W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
-                    S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         if OWN_O:
             mbarrier.arrive(q_empty.index(W))
@@ -446,7 +492,7 @@ def flash_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, MASKED, False,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -472,6 +518,6 @@ def flash_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, MASKED, False,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

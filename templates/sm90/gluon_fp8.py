@@ -196,7 +196,7 @@ def consumer(
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
         first, full_first, full_end, end = key_tiles(
-            q_first, q_len, kv_len, low, high, b, None, HAS_LOW, HAS_HIGH, False, ROWS, KEYS
+            q_first, q_len, kv_len, low, high, b, None, HAS_LOW, HAS_HIGH, ROWS, KEYS
         )
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -340,7 +340,7 @@ def fp8_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, None,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False, True,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
@@ -366,6 +366,6 @@ def fp8_forward(
             (producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, None,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False, True,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -16,7 +16,7 @@ from fa_inductor.templates.direct import problem_of
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import dense_strides
 from fa_inductor.templates.sm90.captured import Captured, layout_of
-from fa_inductor.templates.sm90.form import form_of, forward_form_of, padded
+from fa_inductor.templates.sm90.form import FAR, form_of, forward_form_of, padded
 from fa_inductor.templates.sm90.forward_source import ForwardSource, forward_kernel, forward_source_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 from fa_inductor.templates.sm90.program_source import range_kernel
@@ -67,8 +67,17 @@ SHORT = 512
 MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False)}
 
 
-def config_of(dim: int, keys: int, masked: bool) -> GluonConfig:
-    """Tile and launch choices for a padded head dim of queries and keys, a number of keys, and whether a mask applies."""
+#: Where the mask compares queries with keys, as within documents: their ends lie anywhere in a tile, and the mask's loads need
+#: registers. D128, documents of log-normal length (32768 tokens, causal), TFLOP/s of the scores that are kept: 422, with the
+#: tiles above 396, with these and turns 407. Lengths inside of a tile were not run with them.
+COMPARING = {128: GluonConfig(64, 4, ping_pong=False)}
+
+
+def config_of(dim: int, keys: int, masked: bool, compares: bool = False) -> GluonConfig:
+    """Tile and launch choices for a padded head dim of queries and keys, a number of keys, whether a mask applies, and whether it
+    compares more than distances."""
+    if compares and dim in COMPARING and keys % COMPARING[dim].keys == 0:
+        return COMPARING[dim]
     return MASKED_SHORT.get(dim, CONFIGS[dim]) if masked and keys <= SHORT else CONFIGS[dim]
 
 
@@ -150,8 +159,7 @@ class Forward:
             DescriptorForm(out, CONSUMER_ROWS, v_pad),
         ]
         rows = CONSUMER_ROWS * config.consumers
-        row_tiles = -(-m // rows)
-        tiles = row_tiles * b * hq
+        tiles = -(-m // rows) * b * hq
         programs = tiles if config.schedule == "tile" else min(tiles, _processors(self.device_index))
         # With a program for each tile, the counter's value does not matter.
         self.make_counter = torch.zeros if config.schedule == "dynamic" and programs < tiles else torch.empty
@@ -165,10 +173,12 @@ class Forward:
         self.arguments = Captured(source.arguments if source else (), captures, sizes)
         self.ranges: Launcher | None = None
         if source is not None and source.ranges:
-            self.range_size = (b, row_tiles, 4)
+            blocks = -(-m // CONSUMER_ROWS)
+            self.range_size = (b, blocks, 4)
             self.range_arguments = Captured(source.range_arguments, captures, sizes)
-            made = {"BLOCK_M": rows, "BLOCK_N": config.keys, "OWN": 1 << (rows - 1).bit_length()}
-            self.ranges = Launcher(range_kernel(source.ranges), (b * row_tiles, 1, 1), made)
+            self.range_numbers = (m, n, -FAR if low is None else low, FAR if high is None else high)
+            made = {"BLOCK_M": CONSUMER_ROWS, "BLOCK_N": config.keys}
+            self.ranges = Launcher(range_kernel(source.ranges), (b * blocks, 1, 1), made)
         self.launcher = Launcher(kernel, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
@@ -185,7 +195,7 @@ class Forward:
         ranges = None
         if self.ranges is not None:
             ranges = torch.empty(self.range_size, dtype=torch.int32, device=self.device)
-            self.ranges(self.device_index, ranges, *self.range_arguments(captures), *self.numbers[2:4])
+            self.ranges(self.device_index, ranges, *self.range_arguments(captures), *self.range_numbers)
         self.launcher(self.device_index, *descriptors, lse, counter, *self.numbers, self.arguments(captures) or None, ranges)
         return out, lse
 
@@ -239,15 +249,16 @@ def prepare(
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
     more: dict[str, Any] = {}
+    compares = False
     if isinstance(form, str):
         problem = problem_of(q, k, v, captures, sizes)
         form = forward_form_of(Program.of(spec, problem).spec)
         if isinstance(form, str):
             raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
         source = forward_source_of(spec, problem, [t.stride() for t in captures])
-        more = {"source": source, "captures": captures, "sizes": sizes}
+        more, compares = {"source": source, "captures": captures, "sizes": sizes}, form.compares
     low, high = form.band(q.shape[2], k.shape[2], sizes)
-    config = config_of(padded(q.shape[3]), k.shape[2], low is not None or high is not None)
+    config = config_of(padded(q.shape[3]), k.shape[2], low is not None or high is not None, compares)
     return Forward(
         q, k, v, config, scale=form.scale, low=low, high=high, softcap=form.softcap,
         layout=spec.layout, dead_zero=spec.dead_rows == "zero", **more,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from textwrap import indent
 
 from fa_inductor.expr import INT, KV_IDX, Q_IDX, SCORE, TRUE, Call, Expr, H
 from fa_inductor.masks import conjuncts
@@ -61,8 +62,8 @@ def tile_ranges(
 ) -> tuple[str, tuple[str, ...]]:  # fmt: skip
     """(text, arguments) of the kernel for what masks beside the band, ("", ()) where it would find nothing.
 
-    Its arguments are RANGES, the ones returned, Q_LEN, KV_LEN, the tiles' sizes, and OWN, a power of two that is no less than
-    the size of the tile that has a program. Heads share what is found.
+    Its arguments are RANGES, the ones returned, Q_LEN, KV_LEN, with ``keys`` LOW and HIGH, the ends of the band (less and more
+    than any difference where it has none), and the tiles' sizes. Heads share what is found.
 
     Args:
         keys: whether keys of a tile of queries are looked for, and not queries of a tile of keys.
@@ -84,7 +85,7 @@ def tile_ranges(
     for i, atom in enumerate(usable):
         if not atom.depends_on(look):
             # What is past the end repeats the last one.
-            text = f"tl.broadcast_to({outer.emit(atom)}, [OWN, 1]).to(tl.int32)"
+            text = f"tl.broadcast_to({outer.emit(atom)}, [MINE, 1]).to(tl.int32)"
             before += [f"{end}{i} = tl.{end}(tl.{end}({text}, 1), 0)" for end in ("min", "max")]
             hits.append(f"(max{i} != 0)")
             wholes.append(f"(min{i} != 0)")
@@ -124,41 +125,48 @@ def tile_ranges(
     body = write_constants(f"{lines}\n@{inside}", problem, fixed)
     arguments = tuple(sorted(set(RUN_TIME.findall(body))))
     own_len, look_len = ("Q_LEN", "KV_LEN") if keys else ("KV_LEN", "Q_LEN")
-    body = body.replace("LOOK_LEN", look_len)
-    lines, inside = body.split("\n@")
     name = "q_idx" if keys else "kv_idx"
     mine, theirs = ("BLOCK_M", "BLOCK_N") if keys else ("BLOCK_N", "BLOCK_M")
+    body = body.replace("LOOK_LEN", look_len).replace("[MINE, 1]", f"[{mine}, 1]")
+    lines, inside = body.split("\n@")
+    band = "" if not keys else f"""
+    # What the band excludes is not looked at.
+    look_first = tl.minimum(tl.maximum(own_first + LOW, 0), KV_LEN) // {_WIDTH} * {_WIDTH}
+    look_end = tl.minimum(tl.maximum(own_first + {mine} + HIGH, 0), KV_LEN)"""
     alive = "" if not rows_keep else f"""
     # Without a key that every row keeps, rows are averages of all keys.
     alive = whole_hi > whole_lo
     lo = tl.where(alive, lo, 0)
     hi = tl.where(alive, hi, {look_len})"""
-    text = f"""import triton
-import triton.language as tl
-
-
-@triton.jit
-def tile_ranges(
-    RANGES, {"".join(f"{a}, " for a in arguments)}Q_LEN, KV_LEN,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OWN: tl.constexpr,
-):
-    # RANGES [B, tiles of {mine}, 4] int32, in tiles of {theirs}: the first that any of {mine} sees and the end of them, the
-    # first of a run that all of {mine} see and the run's end.
-    tiles = tl.cdiv({own_len}, {mine})
-    b_idx = tl.program_id(0) // tiles
-    own_first = tl.program_id(0) % tiles * {mine}
-    {name} = tl.minimum(own_first + tl.arange(0, OWN), tl.minimum(own_first + {mine}, {own_len}) - 1)[:, None]
-{lines}
-    lo_vec = tl.full([{_WIDTH}], {look_len}, tl.int32)
+    step_of = f"""        scan_vec = start + tl.arange(0, {_WIDTH})
+        scan_idx = tl.minimum(scan_vec, {look_len} - 1)
+{inside}
+"""
+    runs = f"""        # The first run of this step; it may go on with the one before.
+        run_end = start + {_WIDTH}
+        run_lo = tl.min(tl.where(whole, scan_vec, run_end), 0)
+        run_hi = tl.min(tl.where(whole | (scan_vec < run_lo), run_end, scan_vec), 0)
+        run_lo = tl.where((run_lo == start) & (whole_hi == start), whole_lo, run_lo)
+        longer = run_hi - run_lo > whole_hi - whole_lo
+        whole_lo = tl.where(longer, run_lo, whole_lo)
+        whole_hi = tl.where(longer, run_hi, whole_hi)"""
+    loops = f"""    lo = {look_len}
+    hi = 0
+    whole_lo = 0
+    whole_hi = 0
+    for start in tl.range(0, {look_len}, {_WIDTH}, num_stages=1):
+{step_of}        lo = tl.minimum(lo, tl.min(tl.where(hit, scan_vec, {look_len}), 0))
+        hi = tl.maximum(hi, tl.max(tl.where(hit, scan_vec + 1, 0), 0))
+{runs}"""
+    if keys:
+        # Most often there is one run: what a thread sees is put together once, after the loop.
+        loops = f"""    lo_vec = tl.full([{_WIDTH}], {look_len}, tl.int32)
     hi_vec = tl.zeros([{_WIDTH}], tl.int32)
     whole_lo_vec = lo_vec
     whole_hi_vec = hi_vec
     count_vec = hi_vec
-    for start in tl.range(0, {look_len}, {_WIDTH}):
-        scan_vec = start + tl.arange(0, {_WIDTH})
-        scan_idx = tl.minimum(scan_vec, {look_len} - 1)
-{inside}
-        lo_vec = tl.minimum(lo_vec, tl.where(hit, scan_vec, {look_len}))
+    for start in tl.range(look_first, look_end, {_WIDTH}):
+{step_of}        lo_vec = tl.minimum(lo_vec, tl.where(hit, scan_vec, {look_len}))
         hi_vec = tl.where(hit, scan_vec + 1, hi_vec)
         whole_lo_vec = tl.minimum(whole_lo_vec, tl.where(whole, scan_vec, {look_len}))
         whole_hi_vec = tl.where(whole, scan_vec + 1, whole_hi_vec)
@@ -168,26 +176,37 @@ def tile_ranges(
     whole_hi = tl.max(whole_hi_vec, 0)
     whole_lo = tl.minimum(tl.min(whole_lo_vec, 0), whole_hi)
     if tl.sum(count_vec, 0) != whole_hi - whole_lo:
-        # More than one run: the longest of those that begin a step or are the first one in it.
         whole_lo = 0
         whole_hi = 0
-        for start in tl.range(0, {look_len}, {_WIDTH}, num_stages=1):
-            scan_vec = start + tl.arange(0, {_WIDTH})
-            scan_idx = tl.minimum(scan_vec, {look_len} - 1)
-{inside.replace("        ", "            ")}
-            # The first run of this step; it may go on with the one before.
-            run_end = start + {_WIDTH}
-            run_lo = tl.min(tl.where(whole, scan_vec, run_end), 0)
-            run_hi = tl.min(tl.where(whole | (scan_vec < run_lo), run_end, scan_vec), 0)
-            run_lo = tl.where((run_lo == start) & (whole_hi == start), whole_lo, run_lo)
-            longer = run_hi - run_lo > whole_hi - whole_lo
-            whole_lo = tl.where(longer, run_lo, whole_lo)
-            whole_hi = tl.where(longer, run_hi, whole_hi){alive}
+        for start in tl.range(look_first, look_end, {_WIDTH}, num_stages=1):
+{indent(step_of + runs, "    ")}"""
+    unit = "keys" if keys else f"tiles of {theirs} queries"
+    least, most = ("lo", "hi") if skips else ("0", look_len)
+    # The forward knows from keys whether they are all that its mask leaves out.
+    ends = [least, most, "whole_lo", "whole_hi"]
+    if not keys:
+        middle = [f"tl.cdiv({x}, {theirs})" for x in ends[1:3]]
+        ends = [f"{ends[0]} // {theirs}", *middle, f"{ends[3]} // {theirs}"]
+    stores = "\n".join(f"    tl.store(at + {i}, {x})" if i else f"    tl.store(at, {x})" for i, x in enumerate(ends))
+    text = f"""import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_ranges(
+    RANGES, {"".join(f"{a}, " for a in arguments)}Q_LEN, KV_LEN, {"LOW, HIGH, " if keys else ""}
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    # RANGES [B, tiles of {mine}, 4] int32, in {unit}: the first that any of {mine} sees and the end of them, the first of
+    # a run that all of {mine} see and the run's end.
+    tiles = tl.cdiv({own_len}, {mine})
+    b_idx = tl.program_id(0) // tiles
+    own_first = tl.program_id(0) % tiles * {mine}
+    {name} = tl.minimum(own_first + tl.arange(0, {mine}), {own_len} - 1)[:, None]{band}
+{lines}
+{loops}{alive}
     at = RANGES + tl.program_id(0) * 4
-    tl.store(at, {f"lo // {theirs}" if skips else "0"})
-    tl.store(at + 1, tl.cdiv({"hi" if skips else look_len}, {theirs}))
-    tl.store(at + 2, tl.cdiv(whole_lo, {theirs}))
-    tl.store(at + 3, whole_hi // {theirs})
+{stores}
 """
     functions = outer.functions | inner.functions
     return text + "".join(DEVICE_FUNCTIONS[f] for f in sorted(functions)), arguments

@@ -24,15 +24,25 @@ from fa_inductor.templates.sm90.program_source import range_kernel, source_of
 B = 2
 
 
-def found_by(source: object, captures: list[Tensor], m: int, n: int, rows: int, keys: int, by_rows: bool) -> Tensor:
-    """[B, tiles, 4] as the kernel leaves it; ``by_rows``: of tiles of queries."""
+FAR = 2**30
+
+
+def found_by(
+    source: object, captures: list[Tensor], m: int, n: int, rows: int, keys: int, by_rows: bool, high: int = FAR
+) -> Tensor:
+    """[B, tiles, 4] as the kernel leaves it; ``by_rows``: of tiles of queries, with a band up to ``high``."""
     text, names = source.ranges, source.range_arguments  # type: ignore[attr-defined]
     own, size = (m, rows) if by_rows else (n, keys)
     tiles = -(-own // size)
     found = torch.full((B, tiles, 4), -1, dtype=torch.int32)
     given = [captures[int(a[3])].stride(int(a[6])) if "_S" in a else captures[int(a[3])] for a in names]
-    width = 1 << (size - 1).bit_length()
-    range_kernel(text)[(B * tiles, 1, 1)](found, *given, m, n, BLOCK_M=rows, BLOCK_N=keys, OWN=width)
+    band = (-FAR, high) if by_rows else ()
+    range_kernel(text)[(B * tiles, 1, 1)](found, *given, m, n, *band, BLOCK_M=rows, BLOCK_N=keys)
+    if by_rows:  # keys
+        found[..., 0] //= keys
+        found[..., 1] = -(-found[..., 1] // keys)
+        found[..., 2] = -(-found[..., 2] // keys)
+        found[..., 3] //= keys
     return found
 
 
@@ -73,9 +83,12 @@ def check(mask: str, captures: list[Tensor], m: int, n: int, exact: bool = True,
     found = found_by(source_of(spec, problem_of(q, k, k, captures, [], [q]), strides), captures, m, n, 64, 128, False)
     compare(found, keep.transpose(1, 2), keep.transpose(1, 2), 128, 64, not more, exact, mask)
     source = forward_source_of(spec, problem_of(q, k, k, captures, []), strides)
-    for rows, keys in ((128, 128), (192, 64)):
-        found = found_by(source, captures, m, n, rows, keys, True)
-        compare(found, keep, keep, rows, keys, False, exact, mask)
+    for keys in (128, 64):
+        found = found_by(source, captures, m, n, 64, keys, True)
+        compare(found, keep, keep, 64, keys, False, exact, mask)
+    # Under a causal mask, what it leaves must still be seen.
+    causal = keep & (torch.arange(m)[:, None] >= torch.arange(n))
+    compare(found_by(source, captures, m, n, 64, 128, True, 0), causal, keep, 64, 128, False, False, mask)
 
 
 def check_finite(score: str, captures: list[Tensor], m: int, n: int, skips: bool = True) -> None:
@@ -93,10 +106,10 @@ def check_finite(score: str, captures: list[Tensor], m: int, n: int, skips: bool
     if form.term is not None:
         term = reference.evaluate(form.term, env).broadcast_to(B, 1, m, n)[:, 0]
         keep, clear = clear & (term > -30000.0), clear & (term == 0.0)
-    found = found_by(source, captures, m, n, 128, 128, True)
+    found = found_by(source, captures, m, n, 64, 128, True)
     for i in range(B):
         pick = [torch.stack([x[i], x[i]]) for x in (found, keep, clear)]
-        compare(*pick, 128, 128, not skips or not bool(clear[i].any()), False, score)
+        compare(*pick, 64, 128, not skips or not bool(clear[i].any()), False, score)
 
 
 if __name__ == "__main__":

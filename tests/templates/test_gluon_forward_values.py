@@ -67,8 +67,8 @@ CASES: dict[str, tuple[str, Captures | None, tuple[int, int, int, int, int]]] = 
 }  # fmt: skip
 
 
-def ranges_of(captures: list[Tensor], spec: AttentionSpec, shape: tuple[int, ...], rows: int, keys: int) -> Tensor:
-    """What the kernel of tile_ranges finds, by the mask itself: [B, query tiles, 4] in tiles of ``keys``."""
+def ranges_of(captures: list[Tensor], spec: AttentionSpec, shape: tuple[int, ...], rows: int = 64) -> Tensor:
+    """What the kernel of tile_ranges finds, by the mask itself: [B, tiles of ``rows``, 4] in keys."""
     from fa_inductor.templates.sm90.form import forward_form_of
 
     b, h, _, m, n = shape
@@ -85,13 +85,11 @@ def ranges_of(captures: list[Tensor], spec: AttentionSpec, shape: tuple[int, ...
         for t in range(found.shape[1]):
             part, own = clear[i, rows * t : rows * t + rows], keep[i, rows * t : rows * t + rows]
             hit, whole = own.any(0).nonzero(), part.all(0)
-            tiles = [bool(whole[keys * x : keys * x + keys].all()) for x in range(n // keys)]
-            first = tiles.index(True) if True in tiles else 0
-            end = next((x for x in range(first, len(tiles)) if not tiles[x]), len(tiles)) if True in tiles else 0
+            seen = whole.tolist()
+            first = seen.index(True) if True in seen else 0
+            end = next((x for x in range(first, n) if not seen[x]), n) if True in seen else 0
             every = (form.wide and not whole.any()) or (form.term is not None and bool(form.highs))
-            low, high = (0, -(-n // keys)) if every else (
-                int(hit.min()) // keys if len(hit) else -(-n // keys), int(hit.max()) // keys + 1 if len(hit) else 0
-            )  # fmt: skip
+            low, high = (0, n) if every else (int(hit.min()), int(hit.max()) + 1) if len(hit) else (n, 0)
             found[i, t] = torch.tensor([low, high, first, end])
     return found
 
@@ -122,7 +120,7 @@ def test_values(name: str, keys: int, consumers: int) -> None:
     # Scalars are tensors, as the kernel's other numbers.
     values = {a: captures[int(a[3])].stride(int(a[6])) for a in source.arguments if "_S" in a}
     named = tuple(Number.of(values[a]) if a in values else Pointer(captures[int(a[3])].flatten()) for a in source.arguments)
-    ranges = Pointer(ranges_of(captures, asked, shape, 64 * consumers, keys).flatten()) if source.ranges else None
+    ranges = Pointer(ranges_of(captures, asked, shape).flatten()) if source.ranges else None
     assert bool(source.ranges) == (form.wide or (form.rest != TRUE and name != "tile"))
     low, high = form.band(m, n, [])
     out, lse = torch.full((b, h, m, d), 7.0, dtype=torch.float16), torch.full((b * h * m,), 7.0)
