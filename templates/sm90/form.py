@@ -261,7 +261,7 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
         if isinstance(form, str):
             return form
         least = LEAST_PROGRAM_WORK
-        reason = _forward_program_refusal(spec, form, padded(qk_dim))
+        reason = _forward_program_refusal(spec, form, padded(qk_dim), keys)
         if reason:
             return reason
     reason = _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, least, form)
@@ -273,7 +273,7 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
     return ""
 
 
-def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim: int) -> str:
+def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim: int, keys: int) -> str:
     """Why the forward kernel does not take a program with a form, "" where it does."""
     printed = [e for e in (form.body, form.rest, form.term, *spec.sinks) if e is not None]
     for load in (n for e in printed for n in e.walk() if isinstance(n, Load)):
@@ -281,9 +281,12 @@ def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim:
             return f"{load} is gathered for every score"
     for load in (n for n in form.body.walk() if isinstance(n, Load) and n.depends_on(KV_IDX)):
         return f"the logit reads {load} for every {'score' if load.depends_on(Q_IDX) else 'key'}"
-    if form.compares and padded_dim != 128:
-        # Documents at head dim 64: 268 and 196 TFLOP/s with 2 and 3 consumers against 306; at 256 they were not timed.
-        return f"masks that compare queries with keys are the general kernel's at this head dim: {form.rest}"
+    masks = form.rest != TRUE or form.wide
+    if padded_dim == 64 and masks and (form.compares or keys % _TILE):
+        # Documents took 268 and 196 TFLOP/s with 2 and 3 consumers against 306; padding, of lengths of whole tiles, 461 and 412.
+        return "masks but of whole tiles of padding take more registers than there are at head dims up to 64"
+    if padded_dim > 128 and masks:
+        return "above head dim 128 other masks than bands spill registers, and were not timed"
     most = MOST_TERMS if padded_dim > 64 else MOST_TERMS_64
     return _costly((form.body,), most) or _unread(form.rest, padded_dim == 128) or _unprintable(printed)
 
