@@ -62,6 +62,10 @@ CASES: dict[str, tuple[str, Captures | None, tuple[int, int, int, int, int]]] = 
     "term_causal": (
         f"score=where({CAUSAL}, score * 0.1 + (1.0 - cast_float(i0[b, kv_idx])) * -3.3e38, -inf)", real, (3, 2, 1, 200, 200)
     ),
+    "holes": (
+        f"score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.1 + f1[b, kv_idx], -inf), dead_rows='zero'",
+        lambda b, _h, _m, n: [torch.rand(b, n) < 0.8, torch.where(torch.rand(b, n) < 0.9, 0.0, 2.0)], (2, 2, 2, 200, 300)
+    ),
     "fill": ("score=where(i0[b, kv_idx] != 0, score * 0.1, -1e9)", real, (3, 2, 1, 130, 400)),
     "fill_added": ("score=score * 0.1 + where(i0[b, kv_idx] != 0, 0.0, -1e30)", real, (3, 2, 1, 130, 400)),
 }  # fmt: skip
