@@ -29,6 +29,7 @@ from typing import Any
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import backward, forward, quantise
 from fa_inductor.templates.configs import TileConfig
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import KernelSource, Problem
 from fa_inductor.templates.sm90.backward_launch import BackwardConfig
 from fa_inductor.templates.sm90.fp8_launch import Fp8Config
@@ -181,8 +182,8 @@ class GluonRequest:
     """A Gluon kernel for sm_90, by its configuration the forward, the FP8 forward or the backward: padded head dims, what the
     program has, whether q and k of the FP8 forward are integers.
 
-    ``program``: of a backward with text of its own, which also says where it has a band and a softcap; ``captures``: type of
-    the elements and sizes of each captured tensor, of 16 heads and 4 batches.
+    ``program``: of a forward or backward with text of its own, which also says where it has a band and a softcap; ``captures``:
+    type of the elements and sizes of each captured tensor, of 16 heads and 4 batches.
     """
 
     qk_dim: int
@@ -244,7 +245,18 @@ def _gluon_forward(request: GluonRequest, c: GluonConfig) -> tuple[Any, dict[str
     tiles = {"q": (64, d), "k": (c.keys, d), "v": (c.keys, dv), "o": (64, dv)}
     signature = {f"{name}_desc": _descriptor("bf16", 1, 1, *tile) for name, tile in tiles.items()}
     signature |= {"lse": "*fp32", "counter": "*i32", "scale": "fp32", "cap": "fp32"}
-    return flash_forward, signature, {**launch.constants(c, d, dv), "DEAD_ZERO": False}
+    constants = {**launch.constants(c, d, dv), "DEAD_ZERO": False}
+    if not request.program:
+        return flash_forward, signature, constants
+    from fa_inductor.templates.sm90.form import forward_form_of
+    from fa_inductor.templates.sm90.forward_source import forward_kernel, forward_source_of
+
+    spec, problem, strides = _operands(request)
+    source, form = forward_source_of(spec, problem, strides), forward_form_of(Program.of(spec, problem).spec)
+    assert not isinstance(form, str), form
+    more, absent = _named(request, source)
+    flags = {"EVEN": request.length % c.keys == 0, **_ends(form), **source.constants}
+    return forward_kernel(source), signature | more, {**constants, **flags, **absent}
 
 
 def _gluon_fp8(request: GluonRequest, c: Fp8Config) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -286,11 +298,9 @@ def _gluon_backward(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict
     return flash_backward_wide if c.wide else flash_backward, signature, constants
 
 
-def _program(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """As :func:`_gluon_backward`, of what a program adds."""
+def _operands(request: GluonRequest) -> tuple[AttentionSpec, Problem, list[list[int]]]:
+    """The program, its operands and the captured tensors' strides."""
     from fa_inductor.templates.score_codegen import CaptureInfo
-    from fa_inductor.templates.sm90.form import program_form_of
-    from fa_inductor.templates.sm90.program_source import gluon_kernel, source_of
 
     spec, n = AttentionSpec.parse(request.program), request.length
     extents = {"b": 4, "h": 16, "q_idx": n, "kv_idx": n}
@@ -302,21 +312,34 @@ def _program(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, A
         request.qk_dim, request.v_dim, 1, infos, wide_captures=(False,) * len(infos), even_q=n % 128 == 0,
         even_kv=n % 128 == 0, rows=n, cols=n, square=True, tma=True,
     )  # fmt: skip
-    strides = [[math.prod(sizes[d + 1 :]) for d in range(len(sizes))] for _, sizes in request.captures]
-    source, form = source_of(spec, problem, strides), program_form_of(spec)
-    assert not isinstance(form, str), form
+    return spec, problem, [[math.prod(sizes[d + 1 :]) for d in range(len(sizes))] for _, sizes in request.captures]
+
+
+def _named(request: GluonRequest, source: Any) -> tuple[dict[str, Any], dict[str, None]]:
+    """(types of ``captures`` and ``ranges`` of a program's text, those that it has not)."""
     types = {f"CAP{i}": f"*{kind}" for i, (kind, _) in enumerate(request.captures)}
+    given = {"ranges": "*i32" if source.ranges else None, "captures": tuple(types.get(a, "i32") for a in source.arguments)}
+    return {k: x for k, x in given.items() if x}, {k: None for k, x in given.items() if not x}
+
+
+def _ends(form: Any) -> dict[str, bool]:
+    return {"HAS_LOW": bool(form.lows), "HAS_HIGH": bool(form.highs), "SOFTCAP": form.softcap is not None}
+
+
+def _program(request: GluonRequest, c: BackwardConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """As :func:`_gluon_backward`, of what a program adds."""
+    from fa_inductor.templates.sm90.form import program_form_of
+    from fa_inductor.templates.sm90.program_source import gluon_kernel, source_of
+
+    spec, problem, strides = _operands(request)
+    source, form, n = source_of(spec, problem, strides), program_form_of(spec), request.length
+    assert not isinstance(form, str), form
     flags: dict[str, Any] = {
-        "EVEN": n % 128 == 0, "EVEN_Q": n % c.rows == 0, "HAS_LOW": bool(form.lows), "HAS_HIGH": bool(form.highs),
-        "SOFTCAP": form.softcap is not None, "PROGRAM": not source.plain, "MASKED": source.masked, "SELECT": source.select,
-        "SKIP": source.skip is not False,
+        "EVEN": n % 128 == 0, "EVEN_Q": n % c.rows == 0, **_ends(form), "PROGRAM": not source.plain, "MASKED": source.masked,
+        "SELECT": source.select, "SKIP": source.skip is not False,
     }  # fmt: skip
-    signature: dict[str, Any] = {"ranges": "*i32", "captures": tuple(types.get(a, "i32") for a in source.arguments)}
-    for name in ("ranges", "captures"):
-        if not getattr(source, {"ranges": "ranges", "captures": "arguments"}[name]):
-            del signature[name]
-            flags[name] = None
-    return gluon_kernel(source), signature, flags
+    signature, absent = _named(request, source)
+    return gluon_kernel(source), signature, flags | absent
 
 
 def assembler_says(ptx: str) -> str:

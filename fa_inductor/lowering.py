@@ -209,13 +209,16 @@ def _hopper_runs(o: Operands, problem: Problem, backward: bool = False) -> bool:
             dims = (problem.qk_dim, problem.v_dim)
             k, v = (torch.zeros(1, 1, rows, d, dtype=o.q.get_dtype(), device=o.q.get_device()) for d in dims)
             sizes, program = [1] * len(o.sizes), Program.of(o.spec, problem).spec.program
+            captures = [_stand_in(t) for t in o.captures]
+            own = isinstance(form_of(AttentionSpec.parse(program)), str)
             if backward:
                 lse = v.new_zeros((1, 1, rows), dtype=torch.float32)
-                captures = [_stand_in(t) for t in o.captures]
-                if isinstance(form_of(AttentionSpec.parse(program)), str):
+                if own:
                     backward_launch.program_backward(v, k, k, v, v, lse, captures, sizes, program)
                 else:
                     backward_launch.attention_backward(v, k, k, v, v, lse, sizes, program)
+            elif own:
+                launch.program_attention(k, k, v, captures, sizes, program)
             else:
                 launch.attention(k, k, v, sizes, program)
     except Exception as e:
@@ -348,8 +351,11 @@ def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
     if isinstance(answer, select.Unsupported):
         return fallback(answer.reason)
     if kernel == "triton" and answer.template == select.HOPPER and _hopper_runs(o, problem):
-        program = Program.of(spec, problem).spec.program
-        return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, program), f"{select.HOPPER} was chosen")
+        asked, why = Program.of(spec, problem).spec, f"{select.HOPPER} was chosen"
+        if isinstance(form_of(asked), str):
+            more = (o.captures, o.sizes, asked.program)
+            return _fallback(ops.hopper_program_attention, (o.q, o.k, o.v, *more), why)
+        return _fallback(ops.hopper_attention, (o.q, o.k, o.v, o.sizes, asked.program), why)
     arch = select.architecture(request.capability)
     assert arch is not None
     candidates = _candidates(arch, o, problem, "forward")

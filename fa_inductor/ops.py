@@ -12,7 +12,8 @@ the gradients of out. ``sizes`` are the values of the program's n0, n1, ... and 
 ``plain_attention`` is what a compiled graph calls in place of ``flash_attention`` for a program without masks, bias or
 captures on CPU: the same results, without the layers of dispatch that autograd and ambient modes need.
 ``hopper_attention`` and ``hopper_attention_backward`` are the same for the forms of
-:mod:`fa_inductor.templates.sm90.form` on Hopper GPUs, ``hopper_program_backward`` for its program forms.
+:mod:`fa_inductor.templates.sm90.form` on Hopper GPUs, ``hopper_program_attention`` and ``hopper_program_backward`` for its
+forward and program forms.
 
 ``dropout_seed(like)`` draws the (seed, offset) of one dropout, int64[2] on ``like``'s device, from torch's default
 generator. It is made of ``aten::randint``, which graph passes know as random: two calls are never merged and the
@@ -58,6 +59,11 @@ _LIB.define(
     "hopper_attention(Tensor q, Tensor k, Tensor v, SymInt[] sizes, str program) -> (Tensor out, Tensor lse)", tags=_TAGS
 )
 _LIB.define(
+    "hopper_program_attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str program)"
+    " -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+_LIB.define(
     "hopper_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, SymInt[] sizes,"
     " str program) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
@@ -73,6 +79,7 @@ _LIB.define("dropout_seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterminis
 flash_attention = torch.ops.fa_inductor.flash_attention.default
 flash_attention_backward = torch.ops.fa_inductor.flash_attention_backward.default
 hopper_attention = torch.ops.fa_inductor.hopper_attention.default
+hopper_program_attention = torch.ops.fa_inductor.hopper_program_attention.default
 hopper_attention_backward = torch.ops.fa_inductor.hopper_attention_backward.default
 hopper_program_backward = torch.ops.fa_inductor.hopper_program_backward.default
 plain_attention = torch.ops.fa_inductor.plain_attention.default
@@ -185,6 +192,22 @@ def _hopper_attention(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program
 
 def _hopper_attention_fake(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str) -> tuple[Tensor, Tensor]:
     return _flash_attention_fake(q, k, v, [], sizes, program, "triton")
+
+
+def _hopper_program_attention(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str
+) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return _flash_attention(q, k, v, captures, sizes, program, "reference")
+    from fa_inductor.templates.sm90.launch import program_attention
+
+    return program_attention(q, k, v, captures, sizes, program)
+
+
+def _hopper_program_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], program: str
+) -> tuple[Tensor, Tensor]:
+    return _flash_attention_fake(q, k, v, captures, sizes, program, "triton")
 
 
 def _empty(like: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -368,12 +391,14 @@ def _no_double_backward(ctx: Any, *_grads: Any) -> tuple:
 # ------------------------------------------------------------------------------------------------------- registration
 _LIB.impl("flash_attention", _flash_attention, "CompositeExplicitAutograd")
 _LIB.impl("hopper_attention", _hopper_attention, "CUDA")
+_LIB.impl("hopper_program_attention", _hopper_program_attention, "CUDA")
 _LIB.impl("hopper_attention_backward", _hopper_attention_backward, "CUDA")
 _LIB.impl("hopper_program_backward", _hopper_program_backward, "CUDA")
 _LIB.impl("plain_attention", _plain_attention, "CPU")
 _LIB.impl("flash_attention_backward", _flash_attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(flash_attention, _flash_attention_fake, lib=_LIB)
 torch.library.register_fake(hopper_attention, _hopper_attention_fake, lib=_LIB)
+torch.library.register_fake(hopper_program_attention, _hopper_program_attention_fake, lib=_LIB)
 torch.library.register_fake(hopper_attention_backward, _hopper_attention_backward_fake, lib=_LIB)
 torch.library.register_fake(hopper_program_backward, _hopper_program_backward_fake, lib=_LIB)
 torch.library.register_fake(plain_attention, _plain_attention_fake, lib=_LIB)
@@ -395,7 +420,7 @@ def _products(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
     return 2 * batch * heads * rows * k_shape[2]
 
 
-_FORWARDS = ("flash_attention", "plain_attention", "hopper_attention")
+_FORWARDS = ("flash_attention", "plain_attention", "hopper_attention", "hopper_program_attention")
 
 
 @register_flop_formula([getattr(torch.ops.fa_inductor, name) for name in _FORWARDS])

@@ -39,11 +39,15 @@ def checked_dims(lines: list[str], captures: list[tuple[int, int]]) -> set[tuple
 _LARGEST = float_literal(3.0e38)
 
 
-def sink_lines(printer: ScorePrinter, spec: AttentionSpec, unit: float) -> None:
-    """Print each sink as a block [BLOCK_M] ``sink0``, ... in the units of the running maximum."""
+def sink_lines(
+    printer: ScorePrinter,
+    spec: AttentionSpec,
+    unit: float,
+    block: str = "tl.reshape(({}) + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])",
+) -> None:
+    """Print each sink as a block [BLOCK_M] ``sink0``, ... in the units of the running maximum; ``block``: text around a sink."""
     for i, sink in enumerate(spec.sinks):
-        block = f"tl.reshape(({printer.emit(sink)}) + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])"
-        printer.lines.append(f"raw{i} = {block}")
+        printer.lines.append(f"raw{i} = {block.format(printer.emit(sink))}")
         printer.lines.append(f"sink{i} = raw{i} * {float_literal(unit)}")
         if unit > 1.0:
             # A finite sink stays finite: only an infinite one makes its row NaN.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates.direct import problem_of
 from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import dense_strides
+from fa_inductor.templates.sm90.captured import Captured, layout_of
 from fa_inductor.templates.sm90.form import form_of, padded, program_form_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
 from fa_inductor.templates.sm90.program_source import ProgramSource, gluon_kernel, range_kernel, source_of
@@ -192,7 +193,8 @@ class Backward:
                 "SKIP": skip if source.skip is None else source.skip, "PROGRAM": not source.plain, "MASKED": source.masked,
                 "EVEN_Q": m % config.rows == 0, "SELECT": source.select,
             }  # fmt: skip
-            self.numbers_of = {name: _number(name, captures, sizes) for name in (*source.arguments, *source.range_arguments)}
+            self.arguments = Captured(source.arguments, captures, sizes)
+            self.range_arguments = Captured(source.range_arguments, captures, sizes)
             # The order of the additions supposes that the ends of what tiles of keys see grow with the keys.
             if source.ranges and not deterministic:
                 tiles = -(-n // config.keys)
@@ -241,24 +243,8 @@ class Backward:
         if self.ranges is not None:
             ranges = torch.empty(self.range_size, dtype=torch.int32, device=self.device)
             lengths = self.numbers[2:4]
-            self.ranges(self.device_index, ranges, *self._named(self.source.range_arguments, captures), *lengths)
-        return (*self._named(self.source.arguments, captures),) or None, ranges
-
-    def _named(self, names: Sequence[str], captures: Sequence[Tensor]) -> Iterator[Any]:
-        for name in names:
-            number = self.numbers_of[name]
-            yield captures[int(name[3:])] if number is None else number
-
-
-def _number(name: str, captures: Sequence[Tensor], sizes: Sequence[int]) -> int | None:
-    """The value of CAP<slot>_S<dim>, CAP<slot>_N<dim> or SIZE<i>; None for CAP<slot>, the tensor itself."""
-    if name.startswith("SIZE"):
-        return sizes[int(name[4:])]
-    slot, _, which = name[3:].partition("_")
-    if not which:
-        return None
-    t, dim = captures[int(slot)], int(which[1:])
-    return t.stride(dim) if which[0] == "S" else t.shape[dim]
+            self.ranges(self.device_index, ranges, *self.range_arguments(captures), *lengths)
+        return self.arguments(captures) or None, ranges
 
 
 def backward(
@@ -335,10 +321,7 @@ def _key(
 ) -> tuple[Any, ...]:
     q = tensors[1]
     key = (program, deterministic, *sizes, q.dtype, q.get_device(), *[x for t in tensors for x in (t.shape, t.stride())])
-    if captures:
-        # Launches of one compiled kernel need pointers of one alignment.
-        key += tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in captures)
-    return key
+    return (*key, *layout_of(captures)) if captures else key
 
 
 def prepare(

@@ -1,23 +1,24 @@
 """Which programs the Gluon kernels compute: scores scaled or soft-capped, under a mask that is a band of keys.
 
-The backward for head dims up to 128 takes others too: :func:`program_form_of`. Needs neither triton nor a GPU.
+Others have text of their own in the kernels: :func:`forward_form_of`, and in the backward for head dims up to 128
+:func:`program_form_of`. Needs neither triton nor a GPU.
 :func:`form_of` reads the form out of a program, :meth:`Form.band` its run-time numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fa_inductor.bounds import KvBounds
 from fa_inductor.derivative import d_score
-from fa_inductor.expr import KV_IDX, KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, Load, Sym, call
+from fa_inductor.expr import KV_IDX, KV_LEN, Q_IDX, Q_LEN, SCORE, TRUE, Call, Const, Expr, H, Load, Sym, call
 from fa_inductor.intervals import Linear, linear
-from fa_inductor.masks import conjuncts, normalise, split_mask
+from fa_inductor.masks import MaskedScore, conjuncts, normalise, split_mask
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates.program import may_be_huge, pull_scale
+from fa_inductor.templates.program import VANISHING_FILL, may_be_huge, pull_scale
 from fa_inductor.templates.score_codegen import ScorePrinter, Unprintable
 from fa_inductor.templates.sm90.ranges import finds
 
@@ -45,7 +46,7 @@ LEAST_PROGRAM_WORK = 8e10
 DOCUMENTS = 8
 _TILE = 128
 #: Beyond this an end of the band is beyond every key; it keeps the sums of the kernel within int32.
-_FAR = 2**30
+FAR = 2**30
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Form:
         def value(end: Linear) -> int:
             table = {"q_len": q_len, "kv_len": kv_len, **{f"n{i}": n for i, n in enumerate(sizes)}}
             total = end.const + sum(c * table[t.name] for t, c in end.terms.items() if isinstance(t, Sym))
-            return max(-_FAR, min(_FAR, total))
+            return max(-FAR, min(FAR, total))
 
         lows, highs = [value(x) for x in self.lows], [value(x) for x in self.highs]
         return max(lows, default=None), min(highs, default=None)
@@ -78,7 +79,7 @@ class Form:
         known = {Q_LEN, KV_LEN}
         fixed = [tuple(end for end in ends if known.issuperset(end.terms)) for ends in (self.lows, self.highs)]
         low, high = Form(self.scale, self.softcap, *fixed).band(queries, keys, ())
-        low, high = -_FAR if low is None else low, _FAR if high is None else high
+        low, high = -FAR if low is None else low, FAR if high is None else high
         rows = min(queries, 64)
         middles = [(2 * i + 1) * queries // (2 * rows) for i in range(rows)]
         counts = (min(q + high, keys - 1) - max(q + low, 0) + 1 for q in middles)
@@ -123,10 +124,13 @@ class ProgramForm(Form):
     rest: Expr = TRUE
     plain: bool = True
 
+    @property
+    def compares(self) -> bool:
+        """Whether the mask compares queries with keys by more than their distance."""
+        return self.rest != TRUE and any(_differs(a) and finds(a) for a in conjuncts(self.rest))
+
     def kept(self, queries: int, keys: int) -> float:
-        atoms = conjuncts(self.rest) if self.rest != TRUE else []
-        compares = any(_differs(a) and finds(a) for a in atoms)
-        return super().kept(queries, keys) / (DOCUMENTS if compares else 1)
+        return super().kept(queries, keys) / (DOCUMENTS if self.compares else 1)
 
 
 @lru_cache(maxsize=512)
@@ -139,15 +143,86 @@ def program_form_of(spec: AttentionSpec) -> ProgramForm | str:
         return f"masked logits are {masked.fill}"
     if may_be_huge(spec.score):
         return "logits may be huge"
-    body, scale = pull_scale(masked.live)
+    _body, scale, softcap, plain = _logit(masked.live)
     if pull_scale(spec.score)[1] != scale:
         return f"the logit is {masked.live}"
-    softcap = None
+    return ProgramForm(scale, softcap, *_band_and_rest(masked), plain)
+
+
+@dataclass(frozen=True)
+class ForwardForm(ProgramForm):
+    """``where((low <= kv_idx - q_idx <= high) & rest, logit + term, fill)``.
+
+    Attributes:
+        body: the logit over ``scale``, without ``term``.
+        term: what is added to the logits of a key, which may be as low as a mask's fill; None for nothing.
+        fill: the logit of a masked entry, None for -inf. A finite one comes without a band, and with ``rest`` of keys alone.
+    """
+
+    body: Expr = SCORE
+    term: Expr | None = None
+    fill: float | None = None
+
+    @property
+    def wide(self) -> bool:
+        """Whether logits may be huge."""
+        return self.term is not None or self.fill is not None
+
+
+@lru_cache(maxsize=512)
+def forward_form_of(spec: AttentionSpec) -> ForwardForm | str:
+    """The form of a program for the forward kernel, which may have more than a :class:`Form`, or why it has none."""
+    if spec.dropout_p:
+        return "dropout is active"
+    masked = split_mask(spec.score)
+    live, term, fill = masked.live, None, masked.fill_value
+    if masked.fill is None or masked.keep == TRUE or fill == -math.inf:
+        fill = None
+        if may_be_huge(live):
+            live, term = _key_term(live)
+    elif fill is None or fill > VANISHING_FILL or not math.isfinite(fill):
+        return f"masked logits are {masked.fill}"
+    elif masked.keep.depends_on(Q_IDX, H, SCORE):
+        # Where a row keeps no key it is an average of all, and which rows keep one is known of such masks alone.
+        return f"masked logits are {masked.fill}, and may be all that a row has"
+    elif masked.additive:
+        live, term, fill = live, call("where", masked.keep, Const(0.0), Const(fill)), None
+        masked = MaskedScore(TRUE, live)
+    if may_be_huge(live):
+        return "logits may be huge"
+    body, scale, softcap, plain = _logit(live)
+    if term is None and fill is None and pull_scale(spec.score)[1] != scale:
+        return f"the logit is {masked.live}"
+    if spec.sinks and (term is not None or fill is not None):
+        return "there are sinks, and logits may be huge"
+    lows, highs, rest = ((), (), masked.keep) if fill is not None else _band_and_rest(masked)
+    return ForwardForm(scale, softcap, lows, highs, rest, plain, body, term, fill)
+
+
+def _key_term(live: Expr) -> tuple[Expr, Expr | None]:
+    """(logit, what is added to it for a key) where they may be told apart; the latter is the same for all heads and queries."""
+    if isinstance(live, Call) and live.fn in ("add", "sub"):
+        x, y = live.args
+        if live.fn == "add" and y.depends_on(SCORE):
+            x, y = y, x
+        if not y.depends_on(SCORE, Q_IDX, H) and y.depends_on(KV_IDX):
+            return x, y if live.fn == "add" else call("neg", y)
+    return live, None
+
+
+def _logit(live: Expr) -> tuple[Expr, float, float | None, bool]:
+    """(body, scale, softcap, whether they are all of it) of a logit, ``body * scale``."""
+    body, scale = pull_scale(live)
+    inner, softcap = body, None
     if isinstance(body, Call) and body.fn == "tanh" and pull_scale(body.args[0])[0] == SCORE:
-        body, softcap = pull_scale(body.args[0])
-    plain = body == SCORE
+        inner, softcap = pull_scale(body.args[0])
+    return body, scale, softcap, inner == SCORE
+
+
+def _band_and_rest(masked: MaskedScore) -> tuple[tuple[Linear, ...], tuple[Linear, ...], Expr]:
+    """(lower ends, upper ends, the rest) of a mask."""
     if masked.fill is None or masked.keep == TRUE:
-        return ProgramForm(scale, softcap, (), (), TRUE, plain)
+        return (), (), TRUE
     lows: list[Linear] = []
     highs: list[Linear] = []
     rest: list[Expr] = []
@@ -162,7 +237,7 @@ def program_form_of(spec: AttentionSpec) -> ProgramForm | str:
     keep: Expr = TRUE
     for atom in rest:
         keep = call("and_", keep, atom)
-    return ProgramForm(scale, softcap, tuple(lows), tuple(highs), keep, plain)
+    return tuple(lows), tuple(highs), keep
 
 
 def _offset(end: Expr, by: int) -> Linear | None:
@@ -183,9 +258,18 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
     Args:
         dtype: torch's name. queries, keys: lengths, heads: batch size times query heads; of run-time sizes the ones at hand.
     """
-    reason = _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_WORK)
-    form = form_of(spec)
-    if reason or isinstance(form, str):
+    form: Form | str = form_of(spec)
+    least = LEAST_WORK
+    if isinstance(form, str):
+        form = forward_form_of(spec)
+        if isinstance(form, str):
+            return form
+        least = LEAST_PROGRAM_WORK
+        reason = _forward_program_refusal(spec, form, padded(qk_dim), keys)
+        if reason:
+            return reason
+    reason = _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, least, form)
+    if reason:
         return reason
     if padded(qk_dim) == 64 and (form.lows or form.highs):
         if form.lows or form.softcap is not None:
@@ -193,6 +277,29 @@ def refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: i
         if keys < FEWEST_MASKED:
             return f"the general kernel takes masked scores of {keys} keys at head dims up to 64"
     return ""
+
+
+def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim: int, keys: int) -> str:
+    """Why the forward kernel does not take a program with a form, "" where it does."""
+    printed = [e for e in (form.body, form.rest, form.term, *spec.sinks) if e is not None]
+    for load in (n for e in printed for n in e.walk() if isinstance(n, Load)):
+        if load.index[-2:] != (Q_IDX, KV_IDX) and load.depends_on(Q_IDX) and load.depends_on(KV_IDX):
+            return f"{load} is gathered for every score"
+    for load in (n for n in form.body.walk() if isinstance(n, Load) and n.depends_on(KV_IDX)):
+        return f"the logit reads {load} for every {'score' if load.depends_on(Q_IDX) else 'key'}"
+    masks = form.rest != TRUE or form.wide
+    if padded_dim == 64 and masks and (form.compares or keys % _TILE):
+        # Documents took 268 and 196 TFLOP/s with 2 and 3 consumers against 306; padding, of lengths of whole tiles, 461 and 412.
+        return "masks but of whole tiles of padding take more registers than there are at head dims up to 64"
+    if padded_dim > 128 and masks:
+        return "above head dim 128 other masks than bands spill registers, and were not timed"
+    most = MOST_TERMS if padded_dim > 64 else MOST_TERMS_64
+    return _costly((form.body,), most) or _unread(form.rest, padded_dim == 128) or _unprintable(printed)
+
+
+#: Of the forward at head dims up to 64: clipped scores, 3 terms, 385 TFLOP/s of the general kernel and 417; ALiBi on both sides, 5
+#: terms, 381 and 357.
+MOST_TERMS_64 = 3
 
 
 def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, queries: int, keys: int, heads: int) -> str:
@@ -265,24 +372,42 @@ def _program_refusal(
         if padded_dim > 64:
             # 251 against 294; at head dim 64 305 against 223.
             return f"the logit reads {load} for every query, which takes more registers than there are"
-    terms = dict.fromkeys(n for e in (live, d_score(live)) for n in e.walk() if isinstance(n, Call) and _differs(n))
-    strange = sorted({n.fn for n in terms} - _CHEAP)
-    if strange or len(terms) > MOST_TERMS:
-        return f"the logit has {strange[0] if strange else f'{len(terms)} terms'}, which takes more registers than there are"
-    for atom in () if form.rest == TRUE else conjuncts(form.rest):
-        tiles = any(isinstance(n, Load) and n.index[-2:] == (Q_IDX, KV_IDX) for n in atom.walk())
-        if tiles and padded_dim == 64:
-            return f"{atom} is read for every score"
-        if not tiles and not finds(atom):
-            # The general kernels may skip tiles by it.
-            return f"the tiles that the mask leaves are not found: {atom}"
+    reason = _costly((live, d_score(live)), MOST_TERMS) or _unread(form.rest, padded_dim > 64)
+    if reason:
+        return reason
     if deterministic and (form.rest != TRUE or not form.plain):
         # The order of the additions to dQ holds for bands, and without it masked tiles would be visited too. Other logits spill
         # more there, and were not timed.
         return "sums in a fixed order are taken of scores under a band alone"
+    return _unprintable((spec.score, d_score(spec.score)))
+
+
+def _costly(exprs: Sequence[Expr], most: int) -> str:
+    """Why what is computed of every score takes too long, "" where it does not."""
+    terms = dict.fromkeys(n for e in exprs for n in e.walk() if isinstance(n, Call) and _differs(n))
+    strange = sorted({n.fn for n in terms} - _CHEAP)
+    if strange or len(terms) > most:
+        return f"the logit has {strange[0] if strange else f'{len(terms)} terms'}, which takes more registers than there are"
+    return ""
+
+
+def _unread(rest: Expr, tiles: bool) -> str:
+    """Why the kernel does not mask by ``rest``, "" where it does. ``tiles``: whether by tensors of a size with the scores."""
+    for atom in () if rest == TRUE else conjuncts(rest):
+        loads = any(isinstance(n, Load) and n.index[-2:] == (Q_IDX, KV_IDX) for n in atom.walk())
+        if loads and not tiles:
+            return f"{atom} is read for every score"
+        if not loads and not finds(atom):
+            # The general kernels may skip tiles by it.
+            return f"the tiles that the mask leaves are not found: {atom}"
+    return ""
+
+
+def _unprintable(exprs: Iterable[Expr]) -> str:
+    """Why text of a Gluon kernel does not compute expressions, "" where it does."""
     printer = ScorePrinter()
     try:
-        for e in (spec.score, d_score(spec.score)):
+        for e in exprs:
             printer.emit(e)
     except Unprintable as e:
         return str(e)

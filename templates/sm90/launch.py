@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec
+from fa_inductor.templates.direct import problem_of
+from fa_inductor.templates.program import Program
 from fa_inductor.templates.rendering import dense_strides
-from fa_inductor.templates.sm90.form import form_of, padded
+from fa_inductor.templates.sm90.captured import Captured, layout_of
+from fa_inductor.templates.sm90.form import FAR, form_of, forward_form_of, padded
+from fa_inductor.templates.sm90.forward_source import ForwardSource, forward_kernel, forward_source_of
 from fa_inductor.templates.sm90.launcher import DescriptorForm, Launcher, overlaps
+from fa_inductor.templates.sm90.program_source import range_kernel
 
 #: Query rows of one consumer warpgroup.
 CONSUMER_ROWS = 64
@@ -64,8 +69,17 @@ SHORT = 512
 MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False, schedule="static")}
 
 
-def config_of(dim: int, keys: int, masked: bool) -> GluonConfig:
-    """Tile and launch choices for a padded head dim of queries and keys, a number of keys, and whether a mask applies."""
+#: Where the mask compares queries with keys, as within documents: their ends lie anywhere in a tile, and the mask's loads need
+#: registers. D128, documents of log-normal length (32768 tokens, causal), TFLOP/s of the scores that are kept: 422, with the
+#: tiles above 396, with these and turns 407. Lengths inside of a tile were not run with them.
+COMPARING = {128: GluonConfig(64, 4, ping_pong=False)}
+
+
+def config_of(dim: int, keys: int, masked: bool, compares: bool = False) -> GluonConfig:
+    """Tile and launch choices for a padded head dim of queries and keys, a number of keys, whether a mask applies, and whether it
+    compares more than distances."""
+    if compares and dim in COMPARING and keys % COMPARING[dim].keys == 0:
+        return COMPARING[dim]
     return MASKED_SHORT.get(dim, CONFIGS[dim]) if masked and keys <= SHORT else CONFIGS[dim]
 
 
@@ -106,6 +120,8 @@ class Forward:
         scale: factor of the logits. low, high: query m attends to keys m + low .. m + high; None for no limit.
         softcap: scores become ``tanh(score * softcap)`` before ``scale``.
         layout: memory order of out. dead_zero: rows without keys give 0, not NaN.
+        source: the program's own kernels where it is more than ``scale``, ``softcap`` and the band say, with its captured
+            tensors and run-time sizes.
     """
 
     def __init__(
@@ -121,6 +137,9 @@ class Forward:
         softcap: float | None = None,
         layout: str = "bhmd",
         dead_zero: bool = False,
+        source: ForwardSource | None = None,
+        captures: Sequence[Tensor] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         from fa_inductor.templates.sm90.gluon_forward import flash_forward
 
@@ -137,7 +156,8 @@ class Forward:
             DescriptorForm(v, config.keys, v_pad),
             DescriptorForm(out, CONSUMER_ROWS, v_pad),
         ]
-        tiles = -(-m // (CONSUMER_ROWS * config.consumers)) * b * hq
+        rows = CONSUMER_ROWS * config.consumers
+        tiles = -(-m // rows) * b * hq
         programs = tiles if config.schedule == "tile" else min(tiles, _processors(self.device_index))
         # With a program for each tile, the counter's value does not matter.
         self.make_counter = torch.zeros if config.schedule == "dynamic" and programs < tiles else torch.empty
@@ -146,20 +166,40 @@ class Forward:
             "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero,
         }  # fmt: skip
-        self.launcher = Launcher(flash_forward, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
+        kernel = flash_forward
+        if source is not None:
+            kernel, flags = forward_kernel(source), {**flags, **source.constants}
+        self.programmed = source is not None
+        self.arguments = Captured(source.arguments if source else (), captures, sizes)
+        self.ranges: Launcher | None = None
+        if source is not None and source.ranges:
+            blocks = -(-m // CONSUMER_ROWS)
+            self.range_size = (b, blocks, 4)
+            self.range_arguments = Captured(source.range_arguments, captures, sizes)
+            self.range_numbers = (m, n, -FAR if low is None else low, FAR if high is None else high)
+            made = {"BLOCK_M": CONSUMER_ROWS, "BLOCK_N": config.keys}
+            self.ranges = Launcher(range_kernel(source.ranges), (b * blocks, 1, 1), made)
+        self.launcher = Launcher(kernel, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """(out [B, Hq, M, Dv] in the layout's order, lse [B, Hq, M] float32)."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self(q, k, v)
+                return self(q, k, v, captures)
         out = torch.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
         # One a call: launches on several streams, and graphs that are replayed side by side, may share none.
         counter = self.make_counter(1, dtype=torch.int32, device=self.device)
         q_form, k_form, v_form, o_form = self.forms
         descriptors = q_form.of(q), k_form.of(k), v_form.of(v), o_form.of(out)
-        self.launcher(self.device_index, *descriptors, lse, counter, *self.numbers)
+        more: tuple[Any, ...] = ()
+        if self.programmed:
+            ranges = None
+            if self.ranges is not None:
+                ranges = torch.empty(self.range_size, dtype=torch.int32, device=self.device)
+                self.ranges(self.device_index, ranges, *self.range_arguments(captures), *self.range_numbers)
+            more = self.arguments(captures) or None, ranges
+        self.launcher(self.device_index, *descriptors, lse, counter, *self.numbers, *more)
         return out, lse
 
 
@@ -180,33 +220,52 @@ _MOST_PREPARED = 1024
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.Form`, with its default tiles."""
-    prepared = _PREPARED.get(_key(q, k, v, sizes, program))
+    return program_attention(q, k, v, (), sizes, program)
+
+
+def program_attention(
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a program that has a :class:`~fa_inductor.templates.sm90.form.ForwardForm`, with its default tiles."""
+    prepared = _PREPARED.get(_key(q, k, v, captures, sizes, program))
     # TMA reads rows of 16-byte multiples from 16-byte aligned addresses; compiled code passes nothing else.
     if prepared is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (t.clone() if t.data_ptr() % 16 else t for t in (q, k, v))
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if overlaps(t) else t for t in (q, k, v))
-        key = _key(q, k, v, sizes, program)
+        key = _key(q, k, v, captures, sizes, program)
         prepared = _PREPARED.get(key)
         if prepared is None:
             if len(_PREPARED) >= _MOST_PREPARED:  # lengths that never repeat
                 _PREPARED.clear()
-            prepared = _PREPARED[key] = prepare(q, k, v, sizes, program)
-    return prepared(q, k, v)
+            prepared = _PREPARED[key] = prepare(q, k, v, sizes, program, captures)
+    return prepared(q, k, v, captures)
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> tuple[Any, ...]:
-    return (program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device())
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: str
+) -> tuple[Any, ...]:
+    key = (program, *sizes, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device())
+    return (*key, *layout_of(captures)) if captures else key
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str) -> Forward:
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], program: str, captures: Sequence[Tensor] = ()
+) -> Forward:
     """The kernel of a program with its default tiles; raises ValueError for a program without a form."""
     spec = AttentionSpec.parse(program)
     form = form_of(spec)
+    more: dict[str, Any] = {}
+    compares = False
     if isinstance(form, str):
-        raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
+        problem = problem_of(q, k, v, captures, sizes)
+        form = forward_form_of(Program.of(spec, problem).spec)
+        if isinstance(form, str):
+            raise ValueError(f"not a program of the Gluon kernel ({form}): {program}")
+        source = forward_source_of(spec, problem, [t.stride() for t in captures])
+        more, compares = {"source": source, "captures": captures, "sizes": sizes}, form.compares
     low, high = form.band(q.shape[2], k.shape[2], sizes)
-    config = config_of(padded(q.shape[3]), k.shape[2], low is not None or high is not None)
+    config = config_of(padded(q.shape[3]), k.shape[2], low is not None or high is not None, compares)
     return Forward(
         q, k, v, config, scale=form.scale, low=low, high=high, softcap=form.softcap,
-        layout=spec.layout, dead_zero=spec.dead_rows == "zero",
+        layout=spec.layout, dead_zero=spec.dead_rows == "zero", **more,
     )  # fmt: skip

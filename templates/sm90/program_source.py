@@ -24,7 +24,7 @@ from fa_inductor.templates.score_codegen import DEVICE_FUNCTIONS, ScorePrinter, 
 from fa_inductor.templates.sm90.form import program_form_of
 from fa_inductor.templates.sm90.ranges import RUN_TIME, tile_ranges, write_constants
 
-_PARAMETERS = "b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures"
+PARAMETERS = "b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures"
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
@@ -63,10 +63,7 @@ def source_of(spec: AttentionSpec, problem: Problem, strides: Sequence[Sequence[
 
     Raises ValueError for a program that :func:`~fa_inductor.templates.sm90.form.program_form_of` does not take.
     """
-    # A stride of 0 or 1 becomes part of the text: it says which elements lie side by side.
-    fixed = tuple(tuple(s if s in (0, 1) else None for s in one) for one in strides)
-    program = Program.of(spec, problem)
-    return _source(program, problem, fixed)
+    return _source(Program.of(spec, problem), problem, fixed_strides(strides))
 
 
 @lru_cache(maxsize=512)
@@ -93,24 +90,17 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     logit_text = logit.emit(body)
     mask_text = f'tl.where({mask.emit(form.rest)}, logit, float("-inf"))'
     slope_text = gradient.times("p", slope)
-    unpack = [*_unpacked("values", values), *_unpacked("rows", rows)]
-    functions = [
-        ("score_values", "b_idx, h_idx, kv_idx, Q_LEN, KV_LEN, captures", head.lines, _tuple(values)),
-        ("score_rows", f"{_PARAMETERS}, values", [*_unpacked("values", values), *tile.lines], _tuple(rows)),
-        ("score_logit", f"score, {_PARAMETERS}, values, rows", [*unpack, *logit.lines], logit_text),
-        ("score_masked", f"logit, {_PARAMETERS}", mask.lines, mask_text),
-        ("score_slope", f"p, score, {_PARAMETERS}, values, rows", [*unpack, *gradient.lines], slope_text),
+    unpack = [*unpacked("values", values), *unpacked("rows", rows)]
+    functions: list[Function] = [
+        ("score_values", "b_idx, h_idx, kv_idx, Q_LEN, KV_LEN, captures", head.lines, as_tuple(values)),
+        ("score_rows", f"{PARAMETERS}, values", [*unpacked("values", values), *tile.lines], as_tuple(rows)),
+        ("score_logit", f"score, {PARAMETERS}, values, rows", [*unpack, *logit.lines], logit_text),
+        ("score_masked", f"logit, {PARAMETERS}", mask.lines, mask_text),
+        ("score_slope", f"p, score, {PARAMETERS}, values, rows", [*unpack, *gradient.lines], slope_text),
     ]
     if form.plain:
         functions = [f for f in functions if f[0] == "score_masked"]
-    texts = [write_constants(_function(*f), problem, fixed) for f in functions]
-    arguments = tuple(sorted({a for t in texts for a in RUN_TIME.findall(t)}))
-    text = "\n\n".join(_with_arguments(t, arguments) for t in texts)
-    used = {f for printer in (head, tile, logit, gradient, mask) for f in printer.functions if f"{f}(" in text}
-    text = "".join(_device_function(f) for f in sorted(used - {"_tanh"})) + "\n\n" + text
-    # The kernel has a tanh of its own, as exact as logits need it.
-    text = text.replace("_tanh(", "tanh(").replace("tl.PropagateNan", "triton_language.PropagateNan")
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    text, arguments, digest = written(functions, (head, tile, logit, gradient, mask), problem, fixed)
     ranges, range_arguments = tile_ranges(program, form.rest, problem, fixed)
     may_skip = program.masked.fill is None or program.masks_exactly
     masked = form.rest != TRUE
@@ -123,11 +113,34 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     )  # fmt: skip
 
 
-def _tuple(names: Sequence[str]) -> str:
+def fixed_strides(strides: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
+    """The strides of 0 and 1, which become part of the text: they say which elements lie side by side."""
+    return tuple(tuple(s if s in (0, 1) else None for s in one) for one in strides)
+
+
+#: Name, parameters, lines and result of a function.
+Function = tuple[str, str, Sequence[str], str]
+
+
+def written(
+    functions: Sequence[Function], printers: Iterable[ScorePrinter], problem: Problem, fixed: Sequence[Sequence[int | None]]
+) -> tuple[str, tuple[str, ...], str]:
+    """(text, entries of ``captures`` that it names, digest) of functions printed by ``printers``."""
+    texts = [write_constants(_function(*f), problem, fixed) for f in functions]
+    arguments = tuple(sorted({a for t in texts for a in RUN_TIME.findall(t)}))
+    text = "\n\n".join(_with_arguments(t, arguments) for t in texts)
+    used = {f for printer in printers for f in printer.functions if f"{f}(" in text}
+    text = "".join(_device_function(f) for f in sorted(used - {"_tanh"})) + "\n\n" + text
+    # The kernel has a tanh of its own, as exact as logits need it.
+    text = text.replace("_tanh(", "tanh(").replace("tl.PropagateNan", "triton_language.PropagateNan")
+    return text, arguments, hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def as_tuple(names: Sequence[str]) -> str:
     return f"({', '.join(names)},)" if names else "(b_idx,)"
 
 
-def _unpacked(name: str, items: Iterable[str]) -> list[str]:
+def unpacked(name: str, items: Iterable[str]) -> list[str]:
     return [f"{x} = {name}[{i}]" for i, x in enumerate(items)]
 
 
@@ -170,18 +183,23 @@ def _finite(slope: Expr) -> bool:
     return slope.fn in _SUMS and all(_finite(a) for a in slope.args)
 
 
-@lru_cache(maxsize=1)
-def _kernel_text() -> str:
-    return Path(__file__).with_name("gluon_backward.py").read_text()
+@lru_cache(maxsize=2)
+def _kernel_text(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.py").read_text()
+
+
+def module_with(kernel: str, name: str, text: str) -> Any:
+    """The module ``name`` of a kernel's own text (``kernel``: its file's name), and after it ``text``."""
+    from fa_inductor.templates.standalone import module_of
+
+    aliases = "\nimport triton.language as triton_language\n\ntl = gl\n"
+    return module_of(name, _kernel_text(kernel) + aliases + text)
 
 
 @lru_cache(maxsize=512)
 def gluon_kernel(source: ProgramSource) -> Any:
     """The jitted Gluon kernel; needs triton."""
-    from fa_inductor.templates.standalone import module_of
-
-    aliases = "\nimport triton.language as triton_language\n\ntl = gl\n"
-    return module_of(source.name, _kernel_text() + aliases + source.text).flash_backward
+    return module_with("gluon_backward", source.name, source.text).flash_backward
 
 
 @lru_cache(maxsize=512)

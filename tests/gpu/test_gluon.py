@@ -16,6 +16,7 @@ from fa_inductor.report import collecting
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
 from fa_inductor.templates.sm90 import form, launch
+from tests.gpu.captured import CAPTURED, FORWARD
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +26,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FEWEST", 1)  # short sequences and little work test the same code
     monkeypatch.setattr(form, "LEAST_WORK", 0.0)
     monkeypatch.setattr(form, "LEAST_BACKWARD_WORK", 0.0)
+    monkeypatch.setattr(form, "LEAST_PROGRAM_WORK", 0.0)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Gluon kernels are for compute capability 9.0")
 
@@ -75,6 +77,46 @@ def test_values(name: str, dims: tuple[int, int]) -> None:
     for i, shape in enumerate(SHAPES):
         layout = ", layout='bmhd'" if i % 2 else ""
         check(f"attention({PROGRAMS[name]}{layout})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [100])
+
+
+def check_captured(name: str, shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Two calls: the second goes past the jit to the compiled kernels."""
+    text, draw = {**CAPTURED, **FORWARD}[name]
+    spec = AttentionSpec.parse(f"attention({text})")
+    b, h, _, m, n = shape
+    for _ in range(2):
+        q, k, v = tensors(shape, dims, dtype)
+        captures = [c.cuda() for c in draw(b, h, m, n)] if draw else []
+        out, lse = launch.program_attention(q, k, v, captures, [], spec.program)
+        doubles = [c.double() if c.is_floating_point() else c for c in captures]
+        want, want_lse = reference.attention(q.double(), k.double(), v.double(), doubles, [], spec)
+        nan = torch.isnan(want)
+        assert torch.equal(torch.isnan(out), nan)
+        eps = 2e-2 if dtype == torch.bfloat16 else 4e-3
+        error = torch.where(nan, 0.0, out.double() - want).abs().max().item()
+        assert error <= eps, (name, shape, error)
+        finite = torch.isfinite(want_lse)
+        assert torch.equal(torch.isfinite(lse), finite)
+        assert torch.where(finite, (lse.double() - want_lse) / (1.0 + want_lse.abs()), 0.0).abs().max().item() <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("dims", "shapes"),
+    [((64, 64), (1, 3, 5)), ((128, 128), (0, 1, 2, 3, 4)), ((96, 64), (2, 4)), ((256, 256), (3, 4)), ((192, 128), (2,))],
+)
+@pytest.mark.parametrize("name", [*CAPTURED, *FORWARD])
+def test_captured(name: str, dims: tuple[int, int], shapes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for i in shapes:
+        check_captured(name, SHAPES[i], dims, (torch.bfloat16, torch.float16)[i % 2])
+
+
+def test_lengths_of_tiles() -> None:
+    """Where every tile ends with the keys and the queries, and documents and padding begin with a tile."""
+    torch.manual_seed(0)
+    for dim in (64, 128):
+        for name in ("documents", "padding_zero", "lengths_alone", "padding_added", "padding_finite", "alibi", "sinks"):
+            check_captured(name, (3, 4, 2, 768, 1152), (dim, dim), torch.bfloat16)
 
 
 def random_band() -> tuple[str, tuple[int, ...]]:
@@ -144,6 +186,33 @@ def _backend() -> Any:
     from fa_inductor.backend import fa_inductor
 
     return fa_inductor
+
+
+@pytest.mark.parametrize(("kind", "dim"), [("padding", 64), ("padding", 128), ("documents", 128)])
+def test_compiled_captured(kind: str, dim: int) -> None:
+    """A mask of a captured tensor, forward and backward, at most twice as far from float64 as eager code."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    ids = (torch.arange(384, device="cuda") // 100).expand(2, -1).contiguous()
+    real = ids[:, None, None, :] < 3
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = real if kind == "padding" else ids[:, None, :, None] == ids[:, None, None, :]
+        return (q @ k.transpose(-1, -2) * 0.1).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+    function = torch.compile(eager, backend=_backend())
+    leaves = [t.detach().requires_grad_() for t in tensors((2, 4, 4, 384, 384), (dim, dim), torch.bfloat16)]
+    with collecting() as report:
+        out = function(*leaves)
+    assert [s.template.split(",")[0] for s in report.fused] == [select.HOPPER], [s.reason for s in report.sites]
+    grad = torch.randn_like(out)
+    sides = [(out, leaves)]
+    for kept in (leaves, [t.detach().double().requires_grad_() for t in leaves]):
+        sides.append((eager(*kept), kept))
+    results = [[o, *torch.autograd.grad(o, x, grad.to(o.dtype))] for o, x in sides]
+    for ours, other, want in zip(*results, strict=True):
+        limit = 2.0 * (other.double() - want).norm() + 2.0 * torch.finfo(torch.bfloat16).eps * want.norm()
+        assert (ours.double() - want).norm() <= limit
 
 
 def test_dropped_when_it_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:

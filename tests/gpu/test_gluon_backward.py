@@ -17,84 +17,13 @@ from fa_inductor.backend import fa_inductor
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
 from fa_inductor.templates.sm90 import backward_launch, form, launch
+from tests.gpu.captured import CAPTURED
 from tests.gpu.test_gluon import PROGRAMS, SHAPES, attend, causal, random_band
 from tests.templates import families
 
 pytestmark = pytest.mark.gpu
 
 TAKEN = f"{select.HOPPER} was chosen"
-CAUSAL = "q_idx >= kv_idx"
-
-
-def _slopes(_batch: int, heads: int, _m: int, _n: int) -> list[Tensor]:
-    return [torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])]
-
-
-def _documents(batch: int, _heads: int, m: int, n: int) -> list[Tensor]:
-    """Of random lengths; the last batch is one document."""
-    ids = (torch.rand(batch, max(m, n)) < 0.01).long().cumsum(1)
-    ids[-1] = 7
-    return [ids]
-
-
-def _padding(batch: int, _heads: int, _m: int, n: int) -> list[Tensor]:
-    keep = torch.ones(batch, n, dtype=torch.bool)
-    keep[0, : n // 3] = False
-    keep[1:, n - n // 4 :] = False
-    return [keep]
-
-
-def _lengths(batch: int, _heads: int, _m: int, n: int) -> list[Tensor]:
-    return [torch.randint(0, n + 1, (batch,))]
-
-
-def _rows(batch: int, heads: int, m: int, n: int) -> list[Tensor]:
-    return [torch.rand(batch, m) + 0.5, torch.rand(heads, n) + 0.5]
-
-
-def _tile(batch: int, _heads: int, m: int, n: int) -> list[Tensor]:
-    keep = torch.rand(batch, 1, m, n) < 0.7
-    keep[:, :, m // 2] = False
-    return [keep]
-
-
-def _buckets(batch: int, heads: int, m: int, _n: int) -> list[Tensor]:
-    return [torch.rand(heads, 8) + 0.5, torch.randint(0, 8, (batch, m))]
-
-
-#: Programs with captured tensors or a logit of their own, and what draws the tensors for (batch, heads, queries, keys).
-CAPTURED: dict[str, tuple[str, Callable[[int, int, int, int], list[Tensor]] | None]] = {
-    "alibi": (f"score=where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", _slopes),
-    "alibi_both_sides": ("score=score * 0.1 - f0[h] * cast_float(abs(kv_idx - q_idx))", _slopes),
-    "alibi_window": (
-        f"score=where(({CAUSAL}) & (q_idx - kv_idx < 100), score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", _slopes
-    ),
-    "documents": (f"score=where(({CAUSAL}) & (i0[b, q_idx] == i0[b, kv_idx]), score * 0.1, -inf)", _documents),
-    "documents_both_sides": ("score=where(i0[b, q_idx] == i0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _documents),
-    "documents_before": ("score=where(i0[b, q_idx] >= i0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _documents),
-    "padding": (f"score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.1, -inf)", _padding),
-    "padding_zero": ("score=where(m0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _padding),
-    "padding_causal_zero": (f"score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", _padding),
-    "lengths": (f"score=where(({CAUSAL}) & (kv_idx < i0[b]), score * 0.1, -inf), dead_rows='zero'", _lengths),
-    "prefix": (f"score=where(({CAUSAL}) | (kv_idx < i0[b]), score * 0.1, -inf)", _lengths),
-    "chunks": (f"score=where(({CAUSAL}) & (kv_idx // 96 == q_idx // 96), score * 0.1, -inf)", None),
-    "softcap_documents": (
-        f"score=where(({CAUSAL}) & (i0[b, q_idx] == i0[b, kv_idx]), tanh(score * 0.02) * 20.0, -inf), dead_rows='zero'",
-        _documents,
-    ),
-    "softcap_alibi": (
-        f"score=where({CAUSAL}, tanh(score * 0.02) * 20.0 + f0[h] * cast_float(kv_idx - q_idx), -inf)", _slopes
-    ),
-    "sinks": (f"score=where({CAUSAL}, score * 0.1, -inf), sinks=[f0[h]]", _slopes),
-    "sinks_window": (f"score=where(({CAUSAL}) & (q_idx - kv_idx < 100), score * 0.1, -inf), sinks=[f0[h]]", _slopes),
-    "temperature": (f"score=where({CAUSAL}, score * f0[h], -inf)", _slopes),
-    "by_row_and_key": (f"score=where({CAUSAL}, score * f0[b, q_idx] * f1[h, kv_idx], -inf)", _rows),
-    "buckets": (f"score=where({CAUSAL}, score * f0[h, i1[b, q_idx]], -inf)", _buckets),
-    "mask_of_every_score": ("score=where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", _tile),
-    "clipped": ("score=minimum(maximum(score * 0.3, -1.0), 1.0)", None),
-}  # fmt: skip
-
-
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FEWEST", 1)  # short sequences test the same code

@@ -144,8 +144,8 @@ class Descriptor:
 _ADDS = threading.Lock()
 
 
-def _scalar(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-    return lambda x, y: f(torch.as_tensor(x), torch.as_tensor(y))
+def _scalar(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, y, propagate_nan=None: f(torch.as_tensor(x), torch.as_tensor(y))
 
 
 def _product(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False, **_: Any) -> Tensor:

@@ -12,7 +12,14 @@ from fa_inductor.bounds import Facts
 from fa_inductor.masks import split_mask
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import select
-from fa_inductor.templates.sm90.form import backward_refusal, form_of, padded, program_form_of, refusal
+from fa_inductor.templates.sm90.form import (
+    backward_refusal,
+    form_of,
+    forward_form_of,
+    padded,
+    program_form_of,
+    refusal,
+)
 
 CAUSAL = "kv_idx <= q_idx"
 
@@ -170,6 +177,62 @@ def test_backward_of_programs(program: str, dim: int, more: dict[str, object], r
     assert (reason in found) if reason else not found
 
 
+@pytest.mark.parametrize(
+    ("program", "dim", "reason"),
+    [
+        (f"where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", 128, ""),
+        (f"where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", 256, ""),
+        (f"where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)", 64, "terms"),
+        ("score * 0.1 - f0[h] * cast_float(abs(kv_idx - q_idx))", 64, "terms"),
+        (f"where(({CAUSAL}) & ({SAME}), score * 0.1, -inf)", 128, ""),
+        (f"where(({CAUSAL}) & ({SAME}), score * 0.1, -inf)", 64, "more registers"),
+        (f"where({SAME}, score * 0.1, -inf)", 64, "more registers"),
+        (f"where({SAME}, score * 0.1, -inf)", 256, "not timed"),
+        ("where(m0[b, kv_idx], score * 0.1, -inf), dead_rows='zero'", 64, ""),
+        ("where(kv_idx < i0[b], score * 0.1, -inf), dead_rows='zero'", 64, ""),
+        ("where(m0[b, kv_idx], score * 0.1, -1e9)", 64, ""),
+        ("where(m0[b, kv_idx], score * 0.1, -5.0)", 128, "masked logits are -5.0"),
+        ("where(m0[b, h, kv_idx], score * 0.1, -1e9)", 128, "may be all that a row has"),
+        (f"where(({CAUSAL}) & m0[b, kv_idx], score * 0.1, -1e9)", 128, "may be all that a row has"),
+        ("score * 0.1 + (1.0 - cast_float(i0[b, kv_idx])) * -3e38", 128, ""),
+        ("score * 0.1 + f0[b, h, kv_idx]", 128, "huge"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx]", 128, "huge"),
+        ("score * 0.1 + f0[b, kv_idx], sinks=[f1[h]]", 128, "sinks"),
+        (f"where({CAUSAL}, score, -inf), sinks=[f0[h]]", 128, ""),
+        ("score * f0[h, kv_idx]", 128, "for every key"),
+        ("score * f0[h, q_idx, kv_idx]", 128, "for every score"),
+        ("where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", 128, ""),
+        ("where(m0[b, 0, q_idx, kv_idx], score * 0.1, -inf), dead_rows='zero'", 64, "for every score"),
+        ("where(m0[i1[q_idx], kv_idx], score, -inf)", 128, "gathered"),
+        (f"where(({CAUSAL}) | (kv_idx < i0[b]), score, -inf)", 128, "not found"),
+        ("log1p(abs(score))", 128, "log1p"),
+        ("score * 0.1, dropout=(0.1, 0)", 128, "dropout"),
+        ("minimum(score * 0.1, 1e-40)", 128, "range"),
+    ],
+)
+def test_forward_of_programs(program: str, dim: int, reason: str) -> None:
+    asked = AttentionSpec.parse(f"attention(score={program})")
+    found = refusal(asked, "bfloat16", dim, dim, 16384, 16384, 64)
+    assert (reason in found) if reason else not found
+
+
+def test_padding_of_lengths_inside_of_a_tile() -> None:
+    asked = spec("where(m0[b, kv_idx], score * 0.1, -inf)")
+    assert "registers" in refusal(asked, "bfloat16", 64, 64, 4096, 4000, 256)
+    assert not refusal(asked, "bfloat16", 64, 64, 4000, 4096, 256)
+    assert not refusal(asked, "bfloat16", 128, 128, 4096, 4000, 256)
+
+
+def test_what_is_added_for_a_key_is_told_apart() -> None:
+    form = forward_form_of(spec(f"where({CAUSAL}, score * 0.1 - f0[b, kv_idx], -inf)"))
+    assert not isinstance(form, str)
+    assert (form.scale, form.plain, form.wide, str(form.term)) == (0.1, True, True, "(-f0[b, kv_idx])")
+    form = forward_form_of(spec("score * 0.1 + where(m0[b, kv_idx], 0.0, -1e9)"))
+    assert not isinstance(form, str)
+    assert form.wide
+    assert form.fill is None
+
+
 def test_short_documents_are_left_to_the_general_kernels() -> None:
     asked = spec(f"where(({CAUSAL}) & ({SAME}), score * 0.1, -inf)")
     assert "GFLOP" in backward_refusal(asked, "bfloat16", 128, 128, 4096, 4096, 64)
@@ -212,14 +275,13 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert template(request(bottom_right)) == "sm90-tma"
     assert template(request(bottom_right, facts=Facts(4096, 4096))) == select.HOPPER
     alibi = f"where({CAUSAL}, score * 0.1 + f0[h] * cast_float(kv_idx - q_idx), -inf)"
-    assert template(request(alibi)) == "sm90-tma"
-    assert template(request(alibi, backward=True)) == f"sm90-tma, backward {select.HOPPER}"
-    assert template(request(alibi, backward=True, grad_slots=(0,))) == "sm90-tma"
+    assert template(request(alibi)) == template(request(alibi, backward=True)) == select.HOPPER
+    assert template(request(alibi, backward=True, grad_slots=(0,))) == f"{select.HOPPER}, backward sm90-tma"
     # Within documents every row keeps its own key where there are as many keys as queries, and the finite fill vanishes.
     documents = f"where(({CAUSAL}) & ({SAME}), score * 0.1, -1e9)"
     sizes = {"queries": 16384, "keys": 16384, "backward": True}
     assert template(request(documents, **sizes)) == "sm90-tma"
-    assert template(request(documents, facts=Facts(16384, 16384), **sizes)) == f"sm90-tma, backward {select.HOPPER}"
+    assert template(request(documents, facts=Facts(16384, 16384), **sizes)) == select.HOPPER
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
     assert template(request(causal)) == "sm90-tma"
 

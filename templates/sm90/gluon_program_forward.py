@@ -1,0 +1,491 @@
+"""The Gluon forward of programs that read captured tensors or have logits of their own.
+
+Roles, schedule and units are those of :mod:`fa_inductor.templates.sm90.gluon_forward`. Key tiles are visited from the last to
+the first; only the tiles that an end of the band or of the keys crosses are masked. What else masks, and a logit of the
+program's own, is text that :mod:`fa_inductor.templates.sm90.forward_source` prints; the tiles of keys that such a mask leaves
+a tile of queries come from memory, RANGES.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tile_of, tma_load, tma_store
+
+# What a score program computes, where it is more than a scale, a softcap and a band. A module that
+# :mod:`fa_inductor.templates.sm90.forward_source` generates holds this file's text and, after it, definitions of its own of
+# these four. ``score`` is S [64, KEYS], ``q_idx`` [64, 1] and ``kv_idx`` [1, KEYS] lie within the lengths.
+
+
+@gluon.jit
+def score_values(b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures):
+    """What depends on no key: once a tile of queries."""
+    return (0,)
+
+
+@gluon.jit
+def score_logit(score, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, values):
+    """The logit over ``scale``, not masked."""
+    return score
+
+
+@gluon.jit
+def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures):
+    """``logit``, or -inf where the program masks it by more than a band. With WIDE it is the logit itself, and what the program
+    adds to it for a key is added here."""
+    return logit
+
+
+@gluon.jit
+def score_sinks(b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures):
+    """The sinks of queries [64], times log2(e): numbers or such blocks."""
+    return (0.0,)
+
+
+@gluon.jit
+def key_tiles(
+    q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+):  # fmt: skip
+    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked.
+
+    RANGES [B, ceil(M / 64), 4] int32, or None: for 64 queries the first key and the end of those that the rest of the mask leaves
+    to any, and of a run of those that it leaves to all of them.
+    """
+    q_last = gl.minimum(q_first + ROWS, q_len) - 1
+    first = 0
+    end = (kv_len + KEYS - 1) // KEYS
+    full_first = 0
+    full_end = kv_len // KEYS
+    if HAS_LOW:
+        first = gl.minimum(gl.maximum(q_first + low, 0) // KEYS, end - 1)
+        full_first = (gl.maximum(q_last + low, 0) + KEYS - 1) // KEYS
+    if HAS_HIGH:
+        full_end = gl.minimum(full_end, gl.maximum(q_first + high + 1, 0) // KEYS)
+        end = gl.minimum(end, (gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS)
+    if ranges is not None:
+        at = ranges_of(ranges, b, q_first, q_len)
+        seen = gl.load(at)
+        seen_end = gl.load(at + 1)
+        for w in gl.static_range(1, ROWS // 64):
+            at = ranges_of(ranges, b, q_first + w * 64, q_len)
+            seen = gl.minimum(seen, gl.load(at))
+            seen_end = gl.maximum(seen_end, gl.load(at + 1))
+        first = gl.minimum(gl.maximum(first, seen // KEYS), (kv_len + KEYS - 1) // KEYS - 1)
+        end = gl.minimum(end, (seen_end + KEYS - 1) // KEYS)
+    end = gl.maximum(end, first + 1)
+    full_end = gl.minimum(gl.maximum(full_end, first), end)
+    full_first = gl.minimum(gl.maximum(full_first, first), full_end)
+    return first, full_first, full_end, end
+
+
+@gluon.jit
+def ranges_of(ranges, b, row_first, q_len):
+    """Where the 64 queries from ``row_first`` have theirs; past the last queries, those of the last ones."""
+    tiles = (q_len + 63) // 64
+    return ranges + 4 * (b * tiles + gl.minimum(row_first // 64, tiles - 1))
+
+
+@gluon.jit
+def seen_by(ranges, b, row_first, q_len, kv_len):
+    """What RANGES say of 64 queries: (first key, end, first key of a run that all see, its end, and of those that need no other
+    mask than the first two: all where they are the run's)."""
+    first = 0
+    end = kv_len
+    whole_first = 0
+    whole_end = 0
+    clear_first = 0
+    clear_end = 0
+    if ranges is not None:
+        at = ranges_of(ranges, b, row_first, q_len)
+        first = gl.load(at)
+        end = gl.load(at + 1)
+        whole_first = gl.load(at + 2)
+        whole_end = gl.load(at + 3)
+        alone = (first == whole_first) & (end == whole_end)
+        clear_first = gl.where(alone, 0, whole_first)
+        clear_end = gl.where(alone, 1 << 30, whole_end)
+    return first, end, whole_first, whole_end, clear_first, clear_end
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
+    ROWS: gl.constexpr = 64 * CONSUMERS
+    loaded = 0
+    turn = 0
+    total = (q_len + ROWS - 1) // ROWS * total_heads
+    work = gl.program_id(0)
+    while work < total:
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        first, _full_first, _full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
+        )
+        kv_head = h // group
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+            tma_load(q_desc, [b, h, q_first + w * 64, 0], q_full.index(w), q_smem.index(w))
+        for j in range(end - first):
+            i = loaded + j
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            n = (end - 1 - j) * KEYS
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma_load(k_desc, [b, kv_head, n, 0], k_full.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            if V_TRANSPOSED:
+                tma_load(v_desc, [b, kv_head, 0, n], v_full.index(stage), v_smem.index(stage))
+            else:
+                tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
+        if DYNAMIC:
+            # After the loads: they need not wait for the counter, whose answer takes as long as a load. Where each tile has
+            # a program, the counter is memory that nobody has set: any number must mean that nothing is left.
+            work = gl.minimum(gl.maximum(gl.atomic_add(counter, 1), 0), 1 << 30) + gl.num_programs(0)
+            mbarrier.wait(work_empty, (turn & 1) ^ 1)
+            work_smem.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(work_full)
+        else:
+            work += gl.num_programs(0)
+        loaded += end - first
+        turn += 1
+
+
+@gluon.jit
+def queries_from(row_first, q_len, LAYOUT: gl.constexpr):
+    """The queries of a consumer [64]; those past the end repeat the last one."""
+    return gl.minimum(row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), q_len - 1)
+
+
+@gluon.jit
+def softmax(
+    s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
+    seen_first, seen_end, clear_first, clear_end,
+    EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with).
+
+    What masks besides the band keeps no key but from ``seen_first`` to ``seen_end``, and of those all from ``clear_first`` to
+    ``clear_end``.
+    """
+    if SOFTCAP:
+        s = tanh(s * cap)
+    if PROGRAM or (EDGE and MASKED):
+        at_q = queries_from(row_first, q_len, LAYOUT)[:, None]
+        at_kv = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        if not EVEN:
+            at_kv = gl.minimum(at_kv, kv_len - 1)
+        at_kv = at_kv[None, :]
+    if PROGRAM:
+        s = score_logit(s, b, h, at_q, at_kv, q_len, kv_len, captures, values)
+    if EDGE and MASKED:
+        if WIDE:
+            s = s * (scale * 0.6931471805599453)
+        if (n < clear_first) | (n + KEYS > clear_end):
+            s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
+    if EDGE:
+        q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        if HAS_HIGH:
+            s = gl.where(kv_idx[None, :] <= (q_idx + high)[:, None], s, -float("inf"))
+        if HAS_LOW:
+            s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
+        if MASKED:
+            # ``seen_end`` is no more than ``kv_len``.
+            s = gl.where(((kv_idx >= seen_first) & (kv_idx < seen_end))[None, :], s, -float("inf"))
+        elif not EVEN:
+            s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
+    if WIDE:
+        # The maximum is one of logits: those of edge tiles may be too large to be multiplied.
+        top = gl.max(s, 1)
+        if not EDGE:
+            top = top * (scale * 0.6931471805599453)
+        m_new = gl.maximum(m, top)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.exp2((m - m_safe) * 1.4426950408889634)
+        if EDGE:
+            p = gl.exp2((s - m_safe[:, None]) * 1.4426950408889634)
+        else:
+            p = gl.exp2(s * scale - (m_safe * 1.4426950408889634)[:, None])
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.exp2(m - m_safe)
+        p = gl.exp2(s * scale - m_safe[:, None])
+    return p, m_new, denom * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def step(
+    i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc,
+    scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+    seen_first, seen_end, clear_first, clear_end,
+    W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns."""
+    stage = i % STAGES
+    before = (i - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    if PING_PONG:
+        mbarrier.wait(turn.index(W), t & 1)
+    zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+    k = k_smem.index(stage).reshape([KEYS, q.shape[1]]).permute((1, 0))
+    s_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    o_token = warpgroup_mma(p, v_smem.index(before).reshape([KEYS, acc.shape[1]]), acc, is_async=True)
+    if PING_PONG:
+        mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    mbarrier.arrive(k_empty.index(stage))
+    p, m, denom, alpha = softmax(
+        s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
+        seen_first, seen_end, clear_first, clear_end, EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
+    )  # fmt: skip
+    acc = warpgroup_mma_wait(0, deps=[o_token])
+    mbarrier.arrive(v_empty.index(before))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return gl.convert_layout(p.to(q.dtype), P_LAYOUT), m, denom, acc
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+    work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures, ranges,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
+    O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROWS: gl.constexpr = 64 * CONSUMERS
+    q = q_smem.index(W).reshape([64, QK_DIM])
+    if OWN_O:
+        o_tile = o_smem.index(W)
+    else:
+        # The queries' buffer is free when the output is ready, and wide enough: V_DIM <= QK_DIM.
+        o_tile = q_smem.index(W)._reinterpret(q_smem.dtype, o_desc.block_type.shape, o_desc.layout)
+    loaded = 0
+    t = 0
+    done = 0
+    total = (q_len + ROWS - 1) // ROWS * total_heads
+    work = gl.program_id(0)
+    while work < total:
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        first, full_first, full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
+        )
+        row_first = q_first + W * 64
+        seen_first, seen_end, whole_first, whole_end, clear_first, clear_end = seen_by(ranges, b, row_first, q_len, kv_len)
+        if MASKED:
+            full_end = gl.minimum(full_end, gl.maximum(whole_end // KEYS, first))
+            full_first = gl.minimum(gl.maximum(full_first, (whole_first + KEYS - 1) // KEYS), full_end)
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        if SINKS > 0:
+            # A sink is one more logit of its row: it starts the maximum and the sum, and has no value.
+            sinks = score_sinks(b, h, queries_from(row_first, q_len, S_LAYOUT), q_len, kv_len, captures)
+            for i in gl.static_range(SINKS):
+                m = gl.maximum(m, sinks[i])
+            m_safe = gl.where(m == -float("inf"), 0.0, m)
+            for i in gl.static_range(SINKS):
+                denom += gl.exp2(sinks[i] - m_safe)
+        values = (0,)
+        if PROGRAM:
+            values = score_values(b, h, queries_from(row_first, q_len, S_LAYOUT)[:, None], q_len, kv_len, captures)
+        acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
+
+        mbarrier.wait(q_full.index(W), done & 1)
+        mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
+        zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+        k = k_smem.index(loaded % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(loaded % STAGES))
+        p, m, denom, _alpha = softmax(
+            s, m, denom, scale, cap, row_first, (end - 1) * KEYS, q_len, kv_len, low, high, b, h, captures, values,
+            seen_first, seen_end, clear_first, clear_end, True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
+            S_LAYOUT,
+        )  # fmt: skip
+        p = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+        if HAS_HIGH or not EVEN or MASKED:
+            for j in range(1, end - full_end):
+                p, m, denom, acc = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                    seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        for j in range(gl.maximum(end - full_end, 1), end - full_first):
+            p, m, denom, acc = step(
+                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                seen_first, seen_end, clear_first, clear_end, W, False, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        if HAS_LOW or MASKED:
+            for j in range(gl.maximum(end - full_first, 1), end - first):
+                p, m, denom, acc = step(
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                    p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                    seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+        if OWN_O:
+            mbarrier.arrive(q_empty.index(W))
+        if DYNAMIC:
+            mbarrier.wait(work_full, done & 1)
+            work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            mbarrier.arrive(work_empty)
+        else:
+            work += gl.num_programs(0)
+        loaded += end - first
+        t += end - first - 1
+        done += 1
+
+        last = loaded - 1
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        acc = warpgroup_mma(p, v_smem.index(last % STAGES).reshape([KEYS, V_DIM]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(last % STAGES))
+
+        rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+        lse_row = lse + (b * num_heads + h).to(gl.int64) * q_len + rows
+        if WIDE:
+            gl.store(lse_row, m + gl.log2(denom) * 0.6931471805599453, mask=rows < q_len)
+        else:
+            gl.store(lse_row, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
+        if DEAD_ZERO:
+            denom = gl.where(denom == 0.0, 1.0, denom)
+        acc = acc * gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if OWN_O:
+            tma.store_wait(0)
+        o_tile.reshape([64, V_DIM]).store(acc.to(q.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [b, h, row_first, 0], o_tile)
+        if not OWN_O:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(W))
+    tma.store_wait(0)
+
+
+# One binary serves every length: a length divisible by 16, or 1, is no other kernel.
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_heads", "total_heads", "group"])
+def flash_forward(
+    q_desc, k_desc, v_desc, o_desc, lse, counter, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
+    captures, ranges,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
+    SINKS: gl.constexpr,
+):  # fmt: skip
+    """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
+
+    Descriptors over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM], V [1, 1, KEYS, V_DIM], O [1, 1, 64, V_DIM].
+    Launched with at most ceil(q_len / (64 * CONSUMERS)) * total_heads programs of 4 warps, which share the tiles.
+    DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start; with a program a tile, any number.
+    OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
+    Of a module with a score program of its own (PROGRAM, or MASKED and SINKS where only the mask and the sinks are more)
+    ``captures`` are what that text names, and ``ranges`` as in :func:`key_tiles`, or None. SINKS: how many. WIDE: what MASKED
+    adds may be huge.
+    """
+    QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    V_DIM: gl.constexpr = v_desc.block_type.shape[3]
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    o_smem = gl.allocate_shared_memory(
+        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
+    )
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    work_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    work_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(work_full, count=1)
+    mbarrier.init(work_empty, count=CONSUMERS)
+    fence_async_shared()
+    if PING_PONG:
+        mbarrier.arrive(turn.index(0))
+    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+            )),
+            (consumer, (
+                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+            )),
+            (consumer, (
+                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+            )),
+            (consumer, (
+                2, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
+                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
+                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
+                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
+                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
+            )),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
