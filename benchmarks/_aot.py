@@ -413,7 +413,7 @@ def compile_cast(request: CastRequest) -> dict[str, Any]:
         kernel, strides = project, ("features", "xb", "xm", "q_row", "k_row", "v_row")
         types |= dict.fromkeys(("x", "wq", "wk", "wv", "bq", "bk", "bv"), "*bf16")
         tma = request.arch in (90, 100)
-        heads = projection.together(32, 8, dim, dim, tma)
+        heads = projection.together(32, 8, dim, dim, request.arch if tma else None)
         constants = projection.constants(dim, dim, format, bias=True, tma=tma, heads=heads)
         options = projection.options(dim, dim, heads)
     else:

@@ -39,8 +39,8 @@ class Fp8Config:
 
 
 #: By padded head dim of queries and keys. At 256 two levels do not fit the registers. TFLOP/s on an H200 in one run, 4096 keys,
-#: unmasked and causal: D64 520 and 464; in turns 501 and 460, with three consumers of 160 registers 512 and 347. D128 816 and 739;
-#: with every fourth exponential as a polynomial 817 and 725.
+#: unmasked and causal: D64 520 and 464; in turns 501 and 460, with three consumers of 160 registers 512 and 347. In another run
+#: D128 808 and 789, without ``raises`` 724 and 694 (benchmarks/notes/fp8.md).
 CONFIGS = {
     64: Fp8Config(128, 2, ping_pong=False),
     128: Fp8Config(128, 2, raises=True),
