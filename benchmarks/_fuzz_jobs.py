@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,12 +34,25 @@ def _child(args: argparse.Namespace, job: int, to: Connection) -> None:
     to.send((True, fuzz.work(args, job, lambda tally: to.send((False, tally)))))
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """Somebody asks this process to end, as ``timeout`` does."""
 
 
 def _stop(*_: Any) -> None:
-    raise _Stopped
+    raise Stopped
+
+
+@contextlib.contextmanager
+def on_termination(do: Callable[..., None]) -> Iterator[None]:
+    """Calls ``do`` where this process is asked to end meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, do)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(args: argparse.Namespace, patience: float) -> Tally:
@@ -50,22 +65,20 @@ def run(args: argparse.Namespace, patience: float) -> Tally:
     context = multiprocessing.get_context("spawn")
     processes: dict[Any, Any] = {}
     seen: dict[Any, tuple[Tally, float]] = {}
-    before = signal.signal(signal.SIGTERM, _stop) if threading.current_thread() is threading.main_thread() else None
     try:
-        for job in range(args.jobs):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(args, job, writer))
-            process.start()
-            writer.close()
-            processes[reader], seen[reader] = process, (Tally(), time.monotonic())
-        _listen(args, patience, processes, seen)
-    except _Stopped:
+        with on_termination(_stop):
+            for job in range(args.jobs):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=_child, args=(args, job, writer))
+                process.start()
+                writer.close()
+                processes[reader], seen[reader] = process, (Tally(), time.monotonic())
+            _listen(args, patience, processes, seen)
+    except Stopped:
         print("stopped: each process's last example is not counted", flush=True)
     finally:
         for process in processes.values():
             process.kill()
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
     total = Tally()
     for tally, _ in seen.values():
         total.merge(tally)

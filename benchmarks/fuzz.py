@@ -336,6 +336,24 @@ def work(args: argparse.Namespace, job: int, told: Callable[[Tally], None]) -> T
     return tally
 
 
+def _work_here(args: argparse.Namespace) -> Tally:
+    """In this process, until it is asked to end (SIGTERM): what was seen until then."""
+    seen, asked = Tally(), threading.Event()
+
+    def told(tally: Tally) -> None:
+        nonlocal seen
+        seen = tally
+        if asked.is_set():
+            tally.last -= 1  # which has not run yet
+            raise _fuzz_jobs.Stopped
+
+    with _fuzz_jobs.on_termination(lambda *_: asked.set()):
+        try:
+            return work(args, 0, told)
+        except _fuzz_jobs.Stopped:
+            return seen
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where anything failed."""
     args = parse(argv)
@@ -343,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("--device cuda: torch sees no GPU")
     start = time.monotonic()
     if args.jobs == 1:
-        tally = work(args, 0, lambda _: None)
+        tally = _work_here(args)
     else:
         tally = _fuzz_jobs.run(args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
     seconds = time.monotonic() - start

@@ -323,11 +323,15 @@ def _flash_backward(
     head_dim, dtype = c.q.shape[3], c.q.dtype
     grad_out, out = (_ready(x.to(dtype), head_dim) for x in (grad_out, out))
     part, keys = slice(block.m0, block.m1), slice(block.n0, block.n1)
-    dq, dk, dv = FLASH_BACKWARD(
-        grad_out, c.q[:, :, part], c.k[:, :, keys], c.v[:, :, keys], out, lse, 0.0, block.causal,
-        attn_mask=block.mask, scale=c.scale,
-    )  # fmt: skip
+    rows, (k_part, v_part) = c.q[:, :, part], (x[:, :, keys] for x in (c.k, c.v))
     env = c.env.block(q_idx=(block.m0, block.m1 - block.m0))
+    slots = {x.slot for x in loads(c.plan.scale)} & {i - 3 for i in captured}
+    if slots and not c.spec.sinks:
+        dq, dk, dv = _centred_backward(c, block, grad_out, rows, k_part, v_part, out, lse, bad)
+    else:
+        dq, dk, dv = FLASH_BACKWARD(
+            grad_out, rows, k_part, v_part, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=c.scale
+        )
     dq = dq[..., : q.shape[3]].to(c.env.dtype)
     if c.scale_tensor is not None:
         scale = evaluate(c.plan.scale, env)
@@ -344,6 +348,31 @@ def _flash_backward(
     for g, d in ((grads[1], dk), (grads[2], dv)):
         if g is not None:
             g[:, :, keys] += d[..., : g.shape[3]]
+
+
+def _centred_backward(
+    c: _Call,
+    block: _Block,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the op without the part of dq that is rounding alone.
+
+    A row of the logits' gradient sums to zero. In the op it does so only up to the rounding of ``grad_out . out``, which dq then
+    has times the row's mean key, and the gradient of a scale, dq . q summed over all rows, times the row's mean score. A column
+    of ones behind the keys, which the query does not see, brings the sum to light.
+    """
+    q1, v1, grad1, out1 = (torch.nn.functional.pad(x, (0, 1)) for x in (q, v, grad_out, out))
+    k1 = torch.nn.functional.pad(k, (0, 1), value=1.0)
+    dq, dk, dv = FLASH_BACKWARD(grad1, q1, k1, v1, out1, lse, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
+    mean, _ = FLASH(q, k, k, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
+    rest = dq[..., -1:].masked_fill(bad[:, None, :, None], 0.0)
+    return dq[..., :-1] - rest * mean, dk[..., :-1], dv[..., :-1]
 
 
 def _pull(e: Expr, env: Env, cotangent: Tensor, captured: list[int], grads: list[Tensor | None]) -> None:

@@ -64,8 +64,8 @@ def _range(e: Expr, is_mask: Callable[[Load], bool]) -> _Range:
         (a, b), (c, d) = (_range(x, is_mask) for x in e.args[1:])
         return min(a, c), max(b, d)
     if e.fn in ("mul", "div"):
-        # a tensor that the score is multiplied with is a scale, no mask
-        x, y = (_UNIT if isinstance(a, Load) and e.depends_on(SCORE) else _range(a, is_mask) for a in e.args)
+        # a tensor that is multiplied with something is a scale, or a mask of zeros and ones
+        x, y = ((0.0, 1.0) if isinstance(a, Load) else _range(a, is_mask) for a in e.args)
         if e.fn == "div":
             y = (1 / y[0], 1 / y[1]) if y[0] == y[1] != 0 else _UNIT
         return _hull([a * b for a in x for b in y])

@@ -1,6 +1,6 @@
 """Which nodes of a Dynamo graph the view must interpret: what lies around a softmax, not the whole model.
 
-Tracing costs a millisecond a node (eight with run-time sizes), and most of a model has nothing to do with its masks and
+Tracing costs half a millisecond a node (eight with run-time sizes), and most of a model has nothing to do with its masks and
 score matrices. Taken are the softmaxes and what follows them up to the next matmul, everything upstream of the scores, views and
 casts upstream of a matmul operand, in-place writes (they decide who still holds what) and switches of autocast and grad mode. Any
 other value that one of these asks for becomes an opaque node of the view.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -105,6 +106,22 @@ def test_processes_share_the_examples_and_the_ledger_adds_up(tmp_path: Path, mon
     assert (first["examples"], second["examples"], first["revision"]) == ([0, 5], [6, 11], "abc")
     assert found["totals"]["cpu"]["graphs"] == first["graphs"] + second["graphs"] > 0
     assert _fuzz_ledger.add(ledger, first)["totals"] == found["totals"], "a run counts once"
+
+
+def test_a_run_that_is_asked_to_end_keeps_what_it_has_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[Any] = []
+
+    def judge(case: Any, *_: Any) -> fuzz.Verdict:
+        judged.append(case)
+        if len(judged) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fuzz.Verdict("ok", case)
+
+    monkeypatch.setattr(fuzz, "judge", judge)
+    ledger = tmp_path / "totals.json"
+    assert fuzz.main(["--examples", "50", "--ledger", str(ledger), "--revision", "abc"]) == 0
+    (run,) = json.loads(ledger.read_text())["runs"]
+    assert (run["examples"], run["graphs"]) == ([0, 2], 3)
 
 
 def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

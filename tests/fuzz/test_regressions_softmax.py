@@ -329,6 +329,12 @@ def low_bias_beside_a_sink_that_is_a_number(q, k, v, m, r):
     return held(scores(q, k) + (1.0 - (~m).float()) * -1e4, v)
 
 
+@form(fuses=True)
+def slopes_times_distances_beside_a_sink_that_is_a_number(q, k, v, m, r):
+    distances = -(torch.arange(6)[:, None] - torch.arange(6)).abs()
+    return held(scores(q, k) + m[:, :, 0, :1, None].float() * distances, v)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_once_wrong(name: str) -> None:
     torch.manual_seed(0)
