@@ -156,12 +156,14 @@ def visited(t, first, end, DETERMINISTIC: gl.constexpr):
 
 @gluon.jit
 def producer(
-    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
-    lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
-    total_heads, group, ranges,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SKIP: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    operands, ranges, ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SKIP: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
+    (
+        work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
+        lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
+        total_heads, group,
+    ) = operands  # fmt: skip
     n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128)
     first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
     first, end = within(first, end, ranges, n_first, b, q_len, kv_len, ROWS, 128)
@@ -418,12 +420,13 @@ def add_dq(dq_desc, dq_tile, row, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: g
 
 @gluon.jit
 def writer(
-    P: gl.constexpr, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high,
-    num_kv_heads, total_heads, group,
-    ROWS: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
+    P: gl.constexpr, operands, turns, ROWS: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
     HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave in dQ's buffer ``P``, of every second tile, when it is these keys' turn."""
+    (
+        work, dq_desc, dq_smem, dq_full, dq_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    ) = operands  # fmt: skip
     n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 128)
     first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
     place, shared_first, shared_end = order_of(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, ROWS, 128)
@@ -445,14 +448,16 @@ def writer(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full,
-    q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap, q_len, kv_len,
-    low, high, num_kv_heads, total_heads, group, captures, ranges,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_DIM: gl.constexpr,
-    V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
-    PROGRAM: gl.constexpr, MASKED: gl.constexpr, EVEN_Q: gl.constexpr, SELECT: gl.constexpr,
+    W: gl.constexpr, operands, captures, ranges, ROWS: gl.constexpr, STAGES: gl.constexpr, SECTION: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr,
+    EVEN_Q: gl.constexpr, SELECT: gl.constexpr,
 ):  # fmt: skip
+    (
+        work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full, q_full, q_empty,
+        do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap, q_len, kv_len, low, high,
+        num_kv_heads, total_heads, group,
+    ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(ROWS)
     DK_LAYOUT: gl.constexpr = accumulator_layout(QK_DIM)
     DV_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
@@ -569,54 +574,43 @@ def flash_backward(
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     work = ticket(turns) if DETERMINISTIC else gl.program_id(0)
-    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    # Constants are spelled out in the lists: a variable would make run-time values of them.
+    for_consumers = (
+        work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full, q_full, q_empty,
+        do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap, q_len, kv_len, low, high,
+        num_kv_heads, total_heads, group,
+    )  # fmt: skip
+    for_producer = (
+        work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
+        lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
+        total_heads, group,
+    )  # fmt: skip
+    for_writers = (
+        work, dq_desc, dq_smem, dq_full, dq_empty, q_len, kv_len, low, high, num_kv_heads, total_heads, group,
+    )  # fmt: skip
     if DETERMINISTIC:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
-                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
+                0, for_consumers, captures, ranges, ROWS, STAGES, SECTION, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW,
+                HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (consumer, (
-                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
-                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
+                1, for_consumers, captures, ranges, ROWS, STAGES, SECTION, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW,
+                HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
-            (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
-                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
-                high, num_kv_heads, total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
-                DETERMINISTIC,
-            )),
-            (writer, (
-                0, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
-                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP,
-            )),
-            (writer, (
-                1, work, dq_desc, dq_smem, dq_full, dq_empty, turns, q_len, kv_len, low, high, num_kv_heads, total_heads,
-                group, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP,
-            )),
+            (producer, (for_producer, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC)),
+            (writer, (0, for_writers, turns, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP)),
+            (writer, (1, for_writers, turns, ROWS, SECTION, QK_DIM, HAS_LOW, HAS_HIGH, SKIP)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
-                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
+                0, for_consumers, captures, ranges, ROWS, STAGES, SECTION, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW,
+                HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
             (consumer, (
-                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                dq_smem, kv_full, q_full, q_empty, do_full, do_empty, ds_full, dq_full, dq_empty, finished, stored, scale, cap,
-                q_len, kv_len, low, high, num_kv_heads, total_heads, group, captures, ranges, ROWS, STAGES, SECTION,
-                QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
+                1, for_consumers, captures, ranges, ROWS, STAGES, SECTION, QK_DIM, V_DIM, DETERMINISTIC, EVEN, SKIP, HAS_LOW,
+                HAS_HIGH, SOFTCAP, PROGRAM, MASKED, EVEN_Q, SELECT,
             )),
-            (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
-                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
-                high, num_kv_heads, total_heads, group, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
-                DETERMINISTIC,
-            )),
+            (producer, (for_producer, ranges, ROWS, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

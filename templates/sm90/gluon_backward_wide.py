@@ -36,12 +36,14 @@ from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_t
 
 @gluon.jit
 def producer(
-    work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
-    lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
-    total_heads, group,
-    STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    operands, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SKIP: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
+    (
+        work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
+        lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
+        total_heads, group,
+    ) = operands  # fmt: skip
     QK_HALF: gl.constexpr = q_desc.block_type.shape[3]
     V_HALF: gl.constexpr = do_desc.block_type.shape[3]
     n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64)
@@ -197,11 +199,14 @@ def add_dq(dq_desc, q_tile, do_tile, row, W: gl.constexpr):
 
 @gluon.jit
 def writer(
-    P: gl.constexpr, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
-    num_kv_heads, total_heads, group,
-    STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
+    P: gl.constexpr, operands, turns, STAGES: gl.constexpr, SECTION: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """Add what the consumers leave of every second tile, when it is these keys' turn."""
+    (
+        work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads,
+        group,
+    ) = operands  # fmt: skip
     n_first, b, kv_head = key_tile_of(work, kv_len, num_kv_heads, total_heads, SECTION, 64)
     first, end = query_tiles(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, 64, 64)
     place, shared_first, shared_end = order_of(n_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, SKIP, 64, 64)
@@ -226,13 +231,15 @@ def writer(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
-    q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high, num_kv_heads,
-    total_heads, group,
-    STAGES: gl.constexpr, SECTION: gl.constexpr, QK_HALF: gl.constexpr, V_HALF: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    W: gl.constexpr, operands, STAGES: gl.constexpr, SECTION: gl.constexpr, QK_HALF: gl.constexpr, V_HALF: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, EVEN: gl.constexpr, SKIP: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
+    (
+        work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full, q_empty,
+        do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high, num_kv_heads,
+        total_heads, group,
+    ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(QK_HALF)
     V_LAYOUT: gl.constexpr = accumulator_layout(V_HALF)
@@ -358,52 +365,40 @@ def flash_backward_wide(
         mbarrier.init(dq_full.index(i), count=2)
     fence_async_shared()
     work = ticket(turns) if DETERMINISTIC else gl.program_id(0)
-    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    # Constants are spelled out in the lists: a variable would make run-time values of them.
+    for_consumers = (
+        work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full, q_empty,
+        do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high, num_kv_heads,
+        total_heads, group,
+    )  # fmt: skip
+    for_producer = (
+        work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem, do_smem,
+        lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low, high, num_kv_heads,
+        total_heads, group,
+    )  # fmt: skip
+    for_writers = (
+        work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, q_len, kv_len, low, high, num_kv_heads, total_heads,
+        group,
+    )  # fmt: skip
     if DETERMINISTIC:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
-                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group,
-                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                0, for_consumers, STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
             (consumer, (
-                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
-                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group,
-                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                1, for_consumers, STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
-            (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
-                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
-                high, num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC,
-            )),
-            (writer, (
-                0, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
-            )),
-            (writer, (
-                1, work, dq_desc, q_smem, do_smem, dq_full, q_empty, do_empty, turns, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP,
-            )),
+            (producer, (for_producer, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC)),
+            (writer, (0, for_writers, turns, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP)),
+            (writer, (1, for_writers, turns, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
-                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group,
-                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                0, for_consumers, STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
             (consumer, (
-                1, work, dq_desc, q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, p_smem, ds_smem, kv_full, q_full,
-                q_empty, do_full, do_empty, p_full, ds_full, dq_full, finished, stored, scale, cap, q_len, kv_len, low, high,
-                num_kv_heads, total_heads, group,
-                STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
+                1, for_consumers, STAGES, SECTION, QK_HALF, V_HALF, DETERMINISTIC, EVEN, SKIP, HAS_LOW, HAS_HIGH, SOFTCAP,
             )),
-            (producer, (
-                work, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, q_smem, k_smem, v_smem,
-                do_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, do_full, do_empty, stored, q_len, kv_len, low,
-                high, num_kv_heads, total_heads, group, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC,
-            )),
+            (producer, (for_producer, STAGES, SECTION, HAS_LOW, HAS_HIGH, SKIP, DETERMINISTIC)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -67,12 +67,14 @@ def key_tiles(
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
+    operands, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
+    DYNAMIC: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
+    (
+        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
+        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    ) = operands  # fmt: skip
     ROWS: gl.constexpr = 64 * CONSUMERS
     loaded = 0
     turn = 0
@@ -206,12 +208,14 @@ def step(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-    work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+    W: gl.constexpr, operands, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
+    DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr,
+    EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
 ):  # fmt: skip
+    (
+        o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
+        work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+    ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -301,31 +305,9 @@ def consumer(
     tma.store_wait(0)
 
 
-# One binary serves every length: a length divisible by 16, or 1, is no other kernel.
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_heads", "total_heads", "group"])
-def flash_forward(
-    q_desc, k_desc, v_desc, o_desc, lse, counter, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
-):  # fmt: skip
-    """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
-
-    Descriptors over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM], V [1, 1, KEYS, V_DIM], O [1, 1, 64, V_DIM].
-    Launched with at most ceil(q_len / (64 * CONSUMERS)) * total_heads programs of 4 warps, which share the tiles.
-    DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start; with a program a tile, any number.
-    OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
-    """
-    QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
-    V_DIM: gl.constexpr = v_desc.block_type.shape[3]
-    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    o_smem = gl.allocate_shared_memory(
-        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
-    )
+@gluon.jit
+def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
+    """The barriers of a forward kernel and the number of a program's next tile, ready for use."""
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
@@ -351,50 +333,71 @@ def flash_forward(
     fence_async_shared()
     if PING_PONG:
         mbarrier.arrive(turn.index(0))
-    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    return q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty
+
+
+# One binary serves every length: a length divisible by 16, or 1, is no other kernel.
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "low", "high", "num_heads", "total_heads", "group"])
+def flash_forward(
+    q_desc, k_desc, v_desc, o_desc, lse, counter, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+):  # fmt: skip
+    """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
+
+    Descriptors over [B, H, L, D]: Q [1, 1, 64, QK_DIM], K [1, 1, KEYS, QK_DIM], V [1, 1, KEYS, V_DIM], O [1, 1, 64, V_DIM].
+    Launched with at most ceil(q_len / (64 * CONSUMERS)) * total_heads programs of 4 warps, which share the tiles.
+    DYNAMIC: a program takes its next tile from ``counter``, int32[1], zero at the start; with a program a tile, any number.
+    OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
+    """
+    QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    V_DIM: gl.constexpr = v_desc.block_type.shape[3]
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    o_smem = gl.allocate_shared_memory(
+        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
+    )
+    q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty = barriers(
+        STAGES, CONSUMERS, PING_PONG
+    )
+    # Constants are spelled out in the lists: a variable would make run-time values of them.
+    for_consumers = (
+        o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
+        work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+    )  # fmt: skip
+    for_producer = (
+        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
+        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
+                HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
             (consumer, (
-                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
+                HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
-            )),
+            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
+                HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
             (consumer, (
-                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
+                HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
             (consumer, (
-                2, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO,
+                2, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
+                HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
-            )),
+            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

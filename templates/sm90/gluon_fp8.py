@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import key_tiles, producer, tanh, tile_of, tma_store
+from fa_inductor.templates.sm90.gluon_forward import barriers, key_tiles, producer, tanh, tile_of, tma_store
 
 
 @gluon.constexpr_function
@@ -213,13 +213,16 @@ def step(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, RAISES: gl.constexpr,
-    EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
-    SCALE_KEYS: gl.constexpr,
+    W: gl.constexpr, operands, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
+    DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr,
+    RAISES: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
 ):  # fmt: skip
+    (
+        o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+        v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+        total_heads, group,
+    ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     # Integers are ordered as they are.
@@ -347,75 +350,44 @@ def fp8_forward(
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    work_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    work_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mbarrier.init(work_full, count=1)
-    mbarrier.init(work_empty, count=CONSUMERS)
-    fence_async_shared()
-    if PING_PONG:
-        mbarrier.arrive(turn.index(0))
-    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty = barriers(
+        STAGES, CONSUMERS, PING_PONG
+    )
+    # Constants are spelled out in the lists: a variable would make run-time values of them.
+    for_consumers = (
+        o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
+        v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
+        total_heads, group,
+    )  # fmt: skip
+    for_producer = (
+        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
+        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
-                1, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
-            )),
+            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
-                1, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
-                2, o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, turn, work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads,
-                total_heads, group, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                2, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
+                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True,
-            )),
+            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

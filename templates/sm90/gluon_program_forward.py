@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tile_of, tma_load, tma_store
+from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, barriers, tanh, tile_of, tma_load, tma_store
 
 # What a score program computes, where it is more than a scale, a softcap and a band. A module that
 # :mod:`fa_inductor.templates.sm90.forward_source` generates holds this file's text and, after it, definitions of its own of
@@ -116,12 +116,14 @@ def seen_by(ranges, b, row_first, q_len, kv_len):
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
+    operands, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
+    DYNAMIC: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
+    (
+        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
+        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    ) = operands  # fmt: skip
     ROWS: gl.constexpr = 64 * CONSUMERS
     loaded = 0
     turn = 0
@@ -266,13 +268,15 @@ def step(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-    work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures, ranges,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
-    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, SINKS: gl.constexpr,
+    W: gl.constexpr, operands, captures, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SECTION: gl.constexpr, DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr,
+    OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
+    DEAD_ZERO: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
+    (
+        o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
+        work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+    ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -417,75 +421,43 @@ def flash_forward(
     o_smem = gl.allocate_shared_memory(
         o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
     )
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    work_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    work_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mbarrier.init(work_full, count=1)
-    mbarrier.init(work_empty, count=CONSUMERS)
-    fence_async_shared()
-    if PING_PONG:
-        mbarrier.arrive(turn.index(0))
-    # The argument lists are spelled out: constants that pass through a variable become run-time values.
+    q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty = barriers(
+        STAGES, CONSUMERS, PING_PONG
+    )
+    # Constants are spelled out in the lists: a variable would make run-time values of them.
+    for_consumers = (
+        o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
+        work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
+    )  # fmt: skip
+    for_producer = (
+        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
+        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
-                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                0, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (consumer, (
-                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
-                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                1, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
-            )),
+            (producer, (for_producer, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
-                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                0, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (consumer, (
-                1, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
-                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                1, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
             (consumer, (
-                2, o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
-                work_smem, work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, captures,
-                ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW, HAS_HIGH,
-                SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                2, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                counter, work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group, ranges,
-                KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False,
-            )),
+            (producer, (for_producer, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
