@@ -44,10 +44,22 @@ def tile_of(work, q_len, num_heads, total_heads, SECTION: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
+def ranges_of(ranges, b, row_first, q_len):
+    """Where the 64 queries from ``row_first`` have theirs; past the last queries, those of the last ones."""
+    tiles = (q_len + 63) // 64
+    return ranges + 4 * (b * tiles + gl.minimum(row_first // 64, tiles - 1))
+
+
+@gluon.jit
 def key_tiles(
-    q_first, q_len, kv_len, low, high, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr
-):
-    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked."""
+    q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+):  # fmt: skip
+    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked.
+
+    RANGES [B, ceil(M / 64), 4] int32, or None: for 64 queries the first key and the end of those that the rest of the mask leaves
+    to any, and of a run of those that it leaves to all of them.
+    """
     q_last = gl.minimum(q_first + ROWS, q_len) - 1
     first = 0
     end = (kv_len + KEYS - 1) // KEYS
@@ -59,6 +71,16 @@ def key_tiles(
     if HAS_HIGH:
         full_end = gl.minimum(full_end, gl.maximum(q_first + high + 1, 0) // KEYS)
         end = gl.minimum(end, (gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS)
+    if ranges is not None:
+        at = ranges_of(ranges, b, q_first, q_len)
+        seen = gl.load(at)
+        seen_end = gl.load(at + 1)
+        for w in gl.static_range(1, ROWS // 64):
+            at = ranges_of(ranges, b, q_first + w * 64, q_len)
+            seen = gl.minimum(seen, gl.load(at))
+            seen_end = gl.maximum(seen_end, gl.load(at + 1))
+        first = gl.minimum(gl.maximum(first, seen // KEYS), (kv_len + KEYS - 1) // KEYS - 1)
+        end = gl.minimum(end, (seen_end + KEYS - 1) // KEYS)
     end = gl.maximum(end, first + 1)
     full_end = gl.minimum(gl.maximum(full_end, first), end)
     full_first = gl.minimum(gl.maximum(full_first, first), full_end)
@@ -67,7 +89,7 @@ def key_tiles(
 
 @gluon.jit
 def producer(
-    operands, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
+    operands, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
     DYNAMIC: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
@@ -82,7 +104,9 @@ def producer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, _full_first, _full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
+        )
         kv_head = h // group
         for w in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
@@ -207,6 +231,68 @@ def step(
 
 
 @gluon.jit
+def output_tile(q_smem, o_smem, o_desc, W: gl.constexpr, OWN_O: gl.constexpr):
+    """Where a consumer's output is stored from."""
+    if OWN_O:
+        o_tile = o_smem.index(W)
+    else:
+        # The queries' buffer is free when the output is ready, and wide enough: V_DIM <= QK_DIM.
+        o_tile = q_smem.index(W)._reinterpret(q_smem.dtype, o_desc.block_type.shape, o_desc.layout)
+    return o_tile
+
+
+@gluon.jit
+def first_scores(
+    q, i, k_smem, k_full, k_empty, KEYS: gl.constexpr, QK_DIM: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr
+):
+    """Scores of load ``i``, with nothing to do beside them."""
+    mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
+    zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
+    k = k_smem.index(i % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(i % STAGES))
+    return s
+
+
+@gluon.jit
+def last_product(
+    p, acc, last, v_smem, v_full, v_empty, KEYS: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr
+):
+    """The output with P times V of load ``last``, after which no scores follow."""
+    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    acc = warpgroup_mma(p, v_smem.index(last % STAGES).reshape([KEYS, V_DIM]), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(last % STAGES))
+    return acc
+
+
+@gluon.jit
+def next_tile(work, work_smem, work_full, work_empty, done, DYNAMIC: gl.constexpr):
+    """The number of this program's next tile, after ``done`` of them."""
+    if DYNAMIC:
+        mbarrier.wait(work_full, done & 1)
+        work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(work_empty)
+    else:
+        work += gl.num_programs(0)
+    return work
+
+
+@gluon.jit
+def store_output(acc, o_desc, o_tile, q_empty, b, h, row_first, V_DIM: gl.constexpr, OWN_O: gl.constexpr):
+    """Store the output of 64 rows from shared memory; without OWN_O from the queries', which is given back then."""
+    if OWN_O:
+        tma.store_wait(0)
+    o_tile.reshape([64, V_DIM]).store(acc.to(o_tile.dtype))
+    fence_async_shared()
+    tma_store(o_desc, [b, h, row_first, 0], o_tile)
+    if not OWN_O:
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty)
+
+
+@gluon.jit
 def consumer(
     W: gl.constexpr, operands, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
     DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, OWN_O: gl.constexpr,
@@ -221,11 +307,7 @@ def consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = 64 * CONSUMERS
     q = q_smem.index(W).reshape([64, QK_DIM])
-    if OWN_O:
-        o_tile = o_smem.index(W)
-    else:
-        # The queries' buffer is free when the output is ready, and wide enough: V_DIM <= QK_DIM.
-        o_tile = q_smem.index(W)._reinterpret(q_smem.dtype, o_desc.block_type.shape, o_desc.layout)
+    o_tile = output_tile(q_smem, o_smem, o_desc, W, OWN_O)
     loaded = 0
     t = 0
     done = 0
@@ -233,7 +315,9 @@ def consumer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, _full_first, _full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, None, HAS_LOW, HAS_HIGH, ROWS, KEYS
+        )
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -253,12 +337,7 @@ def consumer(
 
         i = loaded + skip
         mbarrier.wait(q_full.index(W), done & 1)
-        mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
-        zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
-        k = k_smem.index(i % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(i % STAGES))
+        s = first_scores(q, i, k_smem, k_full, k_empty, KEYS, QK_DIM, STAGES, S_LAYOUT)
         if SOFTCAP:
             s = tanh(s * cap)
         s = banded(s, row_first, (end - 1 - skip) * KEYS, kv_len, low, high, KEYS, EVEN, HAS_LOW, HAS_HIGH, S_LAYOUT)
@@ -272,21 +351,12 @@ def consumer(
             )  # fmt: skip
         if OWN_O:
             mbarrier.arrive(q_empty.index(W))
-        if DYNAMIC:
-            mbarrier.wait(work_full, done & 1)
-            work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(work_empty)
-        else:
-            work += gl.num_programs(0)
+        work = next_tile(work, work_smem, work_full, work_empty, done, DYNAMIC)
         loaded += end - first
         t += end - first - 1
         done += 1
 
-        last = loaded - 1
-        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = warpgroup_mma(p, v_smem.index(last % STAGES).reshape([KEYS, V_DIM]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(last % STAGES))
+        acc = last_product(p, acc, loaded - 1, v_smem, v_full, v_empty, KEYS, V_DIM, STAGES)
 
         rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         lse_row = lse + (b * num_heads + h).to(gl.int64) * q_len + rows
@@ -294,20 +364,24 @@ def consumer(
         if DEAD_ZERO:
             denom = gl.where(denom == 0.0, 1.0, denom)
         acc = acc * gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        if OWN_O:
-            tma.store_wait(0)
-        o_tile.reshape([64, V_DIM]).store(acc.to(q.dtype))
-        fence_async_shared()
-        tma_store(o_desc, [b, h, row_first, 0], o_tile)
-        if not OWN_O:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(W))
+        store_output(acc, o_desc, o_tile, q_empty.index(W), b, h, row_first, V_DIM, OWN_O)
     tma.store_wait(0)
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
-    """The barriers of a forward kernel and the number of a program's next tile, ready for use."""
+def buffers(
+    q_desc, k_desc, v_desc, o_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """The buffers of a forward kernel, its barriers and the number of a program's next tile, ready for use."""
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    V_DIM: gl.constexpr = o_desc.block_type.shape[3]
+    o_smem = gl.allocate_shared_memory(
+        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
+    )
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
@@ -333,7 +407,9 @@ def barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.conste
     fence_async_shared()
     if PING_PONG:
         mbarrier.arrive(turn.index(0))
-    return q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty
+    return (
+        q_smem, k_smem, v_smem, o_smem, q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty,
+    )  # fmt: skip
 
 
 # One binary serves every length: a length divisible by 16, or 1, is no other kernel.
@@ -354,16 +430,9 @@ def flash_forward(
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[3]
-    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    o_smem = gl.allocate_shared_memory(
-        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
-    )
-    q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty = barriers(
-        STAGES, CONSUMERS, PING_PONG
-    )
+    (
+        q_smem, k_smem, v_smem, o_smem, q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty,
+    ) = buffers(q_desc, k_desc, v_desc, o_desc, STAGES, CONSUMERS, OWN_O, PING_PONG)  # fmt: skip
     # Constants are spelled out in the lists: a variable would make run-time values of them.
     for_consumers = (
         o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
@@ -383,7 +452,7 @@ def flash_forward(
                 1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
                 HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
-            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
+            (producer, (for_producer, None, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -399,5 +468,5 @@ def flash_forward(
                 2, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O, EVEN, HAS_LOW,
                 HAS_HIGH, SOFTCAP, DEAD_ZERO,
             )),
-            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
+            (producer, (for_producer, None, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

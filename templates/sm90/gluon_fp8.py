@@ -14,14 +14,21 @@ Over a tile of 128 keys that takes at most 33 * 2.5 * 2^-13 = 1.0 % from a sum o
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import barriers, key_tiles, producer, tanh, tile_of, tma_store
+from fa_inductor.templates.sm90.gluon_forward import (
+    buffers,
+    key_tiles,
+    next_tile,
+    producer,
+    store_output,
+    tanh,
+    tile_of,
+)
 
 
 @gluon.constexpr_function
@@ -238,7 +245,9 @@ def consumer(
     work = gl.program_id(0)
     while work < total:
         q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, full_first, full_end, end = key_tiles(q_first, q_len, kv_len, low, high, HAS_LOW, HAS_HIGH, ROWS, KEYS)
+        first, full_first, full_end, end = key_tiles(
+            q_first, q_len, kv_len, low, high, b, None, HAS_LOW, HAS_HIGH, ROWS, KEYS
+        )
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = partial_sums(gl.zeros([64, KEYS], gl.float32, S_LAYOUT), KEYS)
@@ -297,12 +306,7 @@ def consumer(
                     SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(W))
-        if DYNAMIC:
-            mbarrier.wait(work_full, done & 1)
-            work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(work_empty)
-        else:
-            work += gl.num_programs(0)
+        work = next_tile(work, work_smem, work_full, work_empty, done, DYNAMIC)
         loaded += end - first
         t += end - first - 1
         done += 1
@@ -322,10 +326,7 @@ def consumer(
             denom = gl.where(denom == 0.0, 1.0, denom)
         # The weights were made 448 times as large.
         acc = acc * gl.convert_layout(v_top * 0.002232142857142857 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        tma.store_wait(0)
-        o_tile.reshape([64, V_DIM]).store(acc.to(o_tile.dtype))
-        fence_async_shared()
-        tma_store(o_desc, [b, h, row_first, 0], o_tile)
+        store_output(acc, o_desc, o_tile, q_empty.index(W), b, h, row_first, V_DIM, True)
     tma.store_wait(0)
 
 
@@ -345,14 +346,9 @@ def fp8_forward(
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[2]
-    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    o_smem = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
-    q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty = barriers(
-        STAGES, CONSUMERS, PING_PONG
-    )
+    (
+        q_smem, k_smem, v_smem, o_smem, q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty,
+    ) = buffers(q_desc, k_desc, v_desc, o_desc, STAGES, CONSUMERS, True, PING_PONG)  # fmt: skip
     # Constants are spelled out in the lists: a variable would make run-time values of them.
     for_consumers = (
         o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
@@ -373,7 +369,7 @@ def fp8_forward(
                 1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
                 HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
-            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
+            (producer, (for_producer, None, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -389,5 +385,5 @@ def fp8_forward(
                 2, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
                 HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
-            (producer, (for_producer, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
+            (producer, (for_producer, None, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -9,14 +9,26 @@ a tile of queries come from memory, RANGES.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, barriers, tanh, tile_of, tma_load, tma_store
+from fa_inductor.templates.sm90.gluon_forward import (
+    accumulator_layout,
+    buffers,
+    first_scores,
+    key_tiles,
+    last_product,
+    next_tile,
+    output_tile,
+    producer,
+    ranges_of,
+    store_output,
+    tanh,
+    tile_of,
+)
 
 # What a score program computes, where it is more than a scale, a softcap and a band. A module that
 # :mod:`fa_inductor.templates.sm90.forward_source` generates holds this file's text and, after it, definitions of its own of
@@ -49,50 +61,6 @@ def score_sinks(b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures):
 
 
 @gluon.jit
-def key_tiles(
-    q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-):  # fmt: skip
-    """(first, first full, end of full, end) in tiles of KEYS; at least one tile, of which nothing need remain unmasked.
-
-    RANGES [B, ceil(M / 64), 4] int32, or None: for 64 queries the first key and the end of those that the rest of the mask leaves
-    to any, and of a run of those that it leaves to all of them.
-    """
-    q_last = gl.minimum(q_first + ROWS, q_len) - 1
-    first = 0
-    end = (kv_len + KEYS - 1) // KEYS
-    full_first = 0
-    full_end = kv_len // KEYS
-    if HAS_LOW:
-        first = gl.minimum(gl.maximum(q_first + low, 0) // KEYS, end - 1)
-        full_first = (gl.maximum(q_last + low, 0) + KEYS - 1) // KEYS
-    if HAS_HIGH:
-        full_end = gl.minimum(full_end, gl.maximum(q_first + high + 1, 0) // KEYS)
-        end = gl.minimum(end, (gl.maximum(q_last + high + 1, 0) + KEYS - 1) // KEYS)
-    if ranges is not None:
-        at = ranges_of(ranges, b, q_first, q_len)
-        seen = gl.load(at)
-        seen_end = gl.load(at + 1)
-        for w in gl.static_range(1, ROWS // 64):
-            at = ranges_of(ranges, b, q_first + w * 64, q_len)
-            seen = gl.minimum(seen, gl.load(at))
-            seen_end = gl.maximum(seen_end, gl.load(at + 1))
-        first = gl.minimum(gl.maximum(first, seen // KEYS), (kv_len + KEYS - 1) // KEYS - 1)
-        end = gl.minimum(end, (seen_end + KEYS - 1) // KEYS)
-    end = gl.maximum(end, first + 1)
-    full_end = gl.minimum(gl.maximum(full_end, first), end)
-    full_first = gl.minimum(gl.maximum(full_first, first), full_end)
-    return first, full_first, full_end, end
-
-
-@gluon.jit
-def ranges_of(ranges, b, row_first, q_len):
-    """Where the 64 queries from ``row_first`` have theirs; past the last queries, those of the last ones."""
-    tiles = (q_len + 63) // 64
-    return ranges + 4 * (b * tiles + gl.minimum(row_first // 64, tiles - 1))
-
-
-@gluon.jit
 def seen_by(ranges, b, row_first, q_len, kv_len):
     """What RANGES say of 64 queries: (first key, end, first key of a run that all see, its end, and of those that need no other
     mask than the first two: all where they are the run's)."""
@@ -112,58 +80,6 @@ def seen_by(ranges, b, row_first, q_len, kv_len):
         clear_first = gl.where(alone, 0, whole_first)
         clear_end = gl.where(alone, 1 << 30, whole_end)
     return first, end, whole_first, whole_end, clear_first, clear_end
-
-
-@gluon.jit
-def producer(
-    operands, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
-    DYNAMIC: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
-):  # fmt: skip
-    """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
-    (
-        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
-        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-    ) = operands  # fmt: skip
-    ROWS: gl.constexpr = 64 * CONSUMERS
-    loaded = 0
-    turn = 0
-    total = (q_len + ROWS - 1) // ROWS * total_heads
-    work = gl.program_id(0)
-    while work < total:
-        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, _full_first, _full_end, end = key_tiles(
-            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
-        )
-        kv_head = h // group
-        for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-            tma_load(q_desc, [b, h, q_first + w * 64, 0], q_full.index(w), q_smem.index(w))
-        for j in range(end - first):
-            i = loaded + j
-            stage = i % STAGES
-            phase = (i // STAGES) & 1
-            n = (end - 1 - j) * KEYS
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma_load(k_desc, [b, kv_head, n, 0], k_full.index(stage), k_smem.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            if V_TRANSPOSED:
-                tma_load(v_desc, [b, kv_head, 0, n], v_full.index(stage), v_smem.index(stage))
-            else:
-                tma_load(v_desc, [b, kv_head, n, 0], v_full.index(stage), v_smem.index(stage))
-        if DYNAMIC:
-            # After the loads: they need not wait for the counter, whose answer takes as long as a load. Where each tile has
-            # a program, the counter is memory that nobody has set: any number must mean that nothing is left.
-            work = gl.minimum(gl.maximum(gl.atomic_add(counter, 1), 0), 1 << 30) + gl.num_programs(0)
-            mbarrier.wait(work_empty, (turn & 1) ^ 1)
-            work_smem.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(work_full)
-        else:
-            work += gl.num_programs(0)
-        loaded += end - first
-        turn += 1
 
 
 @gluon.jit
@@ -282,11 +198,7 @@ def consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = 64 * CONSUMERS
     q = q_smem.index(W).reshape([64, QK_DIM])
-    if OWN_O:
-        o_tile = o_smem.index(W)
-    else:
-        # The queries' buffer is free when the output is ready, and wide enough: V_DIM <= QK_DIM.
-        o_tile = q_smem.index(W)._reinterpret(q_smem.dtype, o_desc.block_type.shape, o_desc.layout)
+    o_tile = output_tile(q_smem, o_smem, o_desc, W, OWN_O)
     loaded = 0
     t = 0
     done = 0
@@ -318,12 +230,7 @@ def consumer(
         acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
 
         mbarrier.wait(q_full.index(W), done & 1)
-        mbarrier.wait(k_full.index(loaded % STAGES), (loaded // STAGES) & 1)
-        zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
-        k = k_smem.index(loaded % STAGES).reshape([KEYS, QK_DIM]).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(loaded % STAGES))
+        s = first_scores(q, loaded, k_smem, k_full, k_empty, KEYS, QK_DIM, STAGES, S_LAYOUT)
         p, m, denom, _alpha = softmax(
             s, m, denom, scale, cap, row_first, (end - 1) * KEYS, q_len, kv_len, low, high, b, h, captures, values,
             seen_first, seen_end, clear_first, clear_end, True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
@@ -355,21 +262,12 @@ def consumer(
                 )  # fmt: skip
         if OWN_O:
             mbarrier.arrive(q_empty.index(W))
-        if DYNAMIC:
-            mbarrier.wait(work_full, done & 1)
-            work = gl.max(work_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(work_empty)
-        else:
-            work += gl.num_programs(0)
+        work = next_tile(work, work_smem, work_full, work_empty, done, DYNAMIC)
         loaded += end - first
         t += end - first - 1
         done += 1
 
-        last = loaded - 1
-        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = warpgroup_mma(p, v_smem.index(last % STAGES).reshape([KEYS, V_DIM]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(last % STAGES))
+        acc = last_product(p, acc, loaded - 1, v_smem, v_full, v_empty, KEYS, V_DIM, STAGES)
 
         rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         lse_row = lse + (b * num_heads + h).to(gl.int64) * q_len + rows
@@ -380,14 +278,7 @@ def consumer(
         if DEAD_ZERO:
             denom = gl.where(denom == 0.0, 1.0, denom)
         acc = acc * gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        if OWN_O:
-            tma.store_wait(0)
-        o_tile.reshape([64, V_DIM]).store(acc.to(q.dtype))
-        fence_async_shared()
-        tma_store(o_desc, [b, h, row_first, 0], o_tile)
-        if not OWN_O:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(W))
+        store_output(acc, o_desc, o_tile, q_empty.index(W), b, h, row_first, V_DIM, OWN_O)
     tma.store_wait(0)
 
 
@@ -414,16 +305,9 @@ def flash_forward(
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[3]
-    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    o_smem = gl.allocate_shared_memory(
-        o_desc.dtype, [CONSUMERS if OWN_O else 1] + (o_desc.block_type.shape if OWN_O else [1, 1, 8, V_DIM]), o_desc.layout
-    )
-    q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty = barriers(
-        STAGES, CONSUMERS, PING_PONG
-    )
+    (
+        q_smem, k_smem, v_smem, o_smem, q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty,
+    ) = buffers(q_desc, k_desc, v_desc, o_desc, STAGES, CONSUMERS, OWN_O, PING_PONG)  # fmt: skip
     # Constants are spelled out in the lists: a variable would make run-time values of them.
     for_consumers = (
         o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
