@@ -47,7 +47,7 @@ from fa_inductor.patterns.site import (
     only_shape,
     shown,
 )
-from fa_inductor.patterns.terms import Dropped, Elem, Index, RowValue, dtype, shape
+from fa_inductor.patterns.terms import Dropped, Elem, Index, RowValue, Unsupported, dtype, shape
 from fa_inductor.view import DETACH, AtenView
 
 _MAX_SINKS = 8
@@ -186,10 +186,20 @@ class Analysis:
                 tested = plain.operand(node.args[2 if guard.zero_when else 1], index)
                 found = tests_nan(test if guard.zero_when else puller.prover.not_(test), tested)
                 return self._nan_is_zero(weight) if found else None
+            if self._never_holds(guard, plain):
+                return weight
             (self.guards if row_index(guard, self.key) else self.remasked).append(guard)
             return weight
 
         return stop
+
+    def _never_holds(self, guard: Guard, puller: Puller) -> bool:
+        """Whether a condition of positions alone is proven to zero nothing, as that of ``tril`` over a single key is."""
+        try:
+            test = puller.element(guard.cond, guard.index)
+        except Unsupported:
+            return False
+        return isinstance(test, Const) and bool(test.value) != guard.zero_when
 
     def _nan_is_zero(self, weight: Expr) -> Expr | None:
         """The weight itself, with the rule for rows without keys; None where it is no plain weight."""

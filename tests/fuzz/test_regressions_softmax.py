@@ -293,6 +293,22 @@ def transposed_onto_itself(q, k, v, m, r):
     return scores(q, k).transpose(1, 1).swapaxes(2, 2).softmax(-1) @ v
 
 
+@form(fuses=True)
+def triangle_of_a_single_key_zeroes_nothing(q, k, v, m, r):
+    """Rows without keys stay NaN, and so do their gradients."""
+    return scores(q, k[:, :, :1]).masked_fill(r, -INF).softmax(-1).tril() @ v[:, :, :1]
+
+
+@form(fuses=True)
+def triangle_beyond_all_keys_zeroes_nothing(q, k, v, m, r):
+    return scores(q, k).masked_fill(r, -INF).softmax(-1).triu(-5) @ v
+
+
+@form()
+def triangle_that_zeroes_one_weight(q, k, v, m, r):
+    return scores(q, k).masked_fill(r, -INF).softmax(-1).triu(-4) @ v
+
+
 # ------------------------------------------------------------------------- exp of numbers that lift a logit without a shift
 def held(s: Tensor, v: Tensor) -> Tensor:
     return (s.exp() / (total(s.exp()) + 0.1)) @ v
