@@ -27,11 +27,14 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def _child(args: argparse.Namespace, job: int, to: Connection) -> None:
-    from benchmarks import fuzz
+#: Runs one process's examples, see :func:`benchmarks.fuzz.work`; the command line of an example by its name.
+Work = Callable[[argparse.Namespace, int, Callable[[Tally], None]], Tally]
+Command = Callable[[argparse.Namespace, str], str]
 
+
+def _child(work: Work, args: argparse.Namespace, job: int, to: Connection) -> None:
     quiet()
-    to.send((True, fuzz.work(args, job, lambda tally: to.send((False, tally)))))
+    to.send((True, work(args, job, lambda tally: to.send((False, tally)))))
 
 
 class Stopped(Exception):
@@ -55,7 +58,7 @@ def on_termination(do: Callable[..., None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(args: argparse.Namespace, patience: float) -> Tally:
+def run(work: Work, command: Command, args: argparse.Namespace, patience: float) -> Tally:
     """What ``args.jobs`` processes have seen together. ``patience``: seconds that one example may take at most.
 
     Where this process is asked to end (SIGTERM), what was seen until then.
@@ -69,11 +72,11 @@ def run(args: argparse.Namespace, patience: float) -> Tally:
         with on_termination(_stop):
             for job in range(args.jobs):
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(args, job, writer))
+                process = context.Process(target=_child, args=(work, args, job, writer))
                 process.start()
                 writer.close()
                 processes[reader], seen[reader] = process, (Tally(), time.monotonic())
-            _listen(args, patience, processes, seen)
+            _listen(lambda name: command(args, name), args.seed, patience, processes, seen)
     except Stopped:
         print("stopped: each process's last example is not counted", flush=True)
     finally:
@@ -85,29 +88,29 @@ def run(args: argparse.Namespace, patience: float) -> Tally:
     return total
 
 
-def _listen(args: argparse.Namespace, patience: float, processes: dict[Any, Any], seen: dict[Any, tuple[Tally, float]]) -> None:
+def _listen(
+    again: Callable[[str], str], seed: int, patience: float, processes: dict[Any, Any], seen: dict[Any, tuple[Tally, float]]
+) -> None:
     """Until all processes have ended: ``seen`` is what each has counted, and when it said so."""
     while processes:
         for reader in wait(list(processes), timeout=1.0):
             try:
                 ends, tally = reader.recv()  # type: ignore[union-attr]
             except EOFError:
-                ends, tally = True, _lost(seen[reader][0], "crash", args)
+                ends, tally = True, _lost(seen[reader][0], "crash", again, seed)
             seen[reader] = tally, time.monotonic()
             if ends:
                 processes.pop(reader).join()
         for reader in [r for r in processes if time.monotonic() - seen[r][1] > patience]:
-            seen[reader] = _lost(seen[reader][0], "hang", args), time.monotonic()
+            seen[reader] = _lost(seen[reader][0], "hang", again, seed), time.monotonic()
             process = processes.pop(reader)
             process.kill()
             process.join()
 
 
-def _lost(tally: Tally, kind: str, args: argparse.Namespace) -> Tally:
+def _lost(tally: Tally, kind: str, again: Callable[[str], str], seed: int) -> Tally:
     """What a process had counted when an example ended it, and that example."""
-    from benchmarks.fuzz import command
-
-    name = f"{args.seed}/{tally.last}"
-    print(f"example {name} fails: {kind}: its process is lost; again: {command(args, name)}", flush=True)
+    name = f"{seed}/{tally.last}"
+    print(f"example {name} fails: {kind}: its process is lost; again: {again(name)}", flush=True)
     tally.kinds[kind] += 1
     return tally

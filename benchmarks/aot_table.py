@@ -106,8 +106,10 @@ def source(case: Case, config: TileConfig | None = None) -> str:
         problem = Problem(case.dim, case.dim, 1, tma=templates_of(case.arch) >= 90)
         return _aot.render(PROGRAMS[case.mask], problem, case.which, config or candidates(case)[0]).name
     folder = _common.ROOT / "templates" / "sm90"
-    files = ["gluon_forward.py"] if case.which == "forward" else ["gluon_backward.py", "gluon_backward_wide.py"]
-    return hashlib.sha256(b"".join((folder / f).read_bytes() for f in files)).hexdigest()[:16]
+    files = [folder / "gluon_forward.py"]  # the backward takes parts of it
+    if case.which == "backward":
+        files += [folder / "gluon_order.py", *sorted(folder.glob("gluon_backward*.py"))]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 def described(case: Case, config: TileConfig | None = None) -> dict[str, Any]:

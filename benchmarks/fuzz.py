@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.jobs == 1:
         tally = _work_here(args)
     else:
-        tally = _fuzz_jobs.run(args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
+        tally = _fuzz_jobs.run(work, command, args, 2 * (args.hang or HANG[args.device]) + args.shrink_seconds)
     seconds = time.monotonic() - start
     print(tally.line("the interpreter" if args.interpret else args.device, args.seed, args.start, seconds), flush=True)
     if args.ledger is not None:

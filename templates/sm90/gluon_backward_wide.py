@@ -23,13 +23,10 @@ from fa_inductor.templates.sm90.gluon_backward import (
     crossed,
     hidden_zero,
     kept,
-    key_tile_of,
-    order_of,
-    query_tiles,
     score_factor,
     tma_add,
-    visited,
 )
+from fa_inductor.templates.sm90.gluon_backward_tiles import key_tile_of, order_of, query_tiles, visited
 from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
 from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
 

@@ -137,10 +137,12 @@ def written(
 
 
 def as_tuple(names: Sequence[str]) -> str:
+    """The text of a tuple of ``names``; never an empty one, which the language cannot return."""
     return f"({', '.join(names)},)" if names else "(b_idx,)"
 
 
 def unpacked(name: str, items: Iterable[str]) -> list[str]:
+    """Lines that give the entries of the tuple ``name`` the names ``items``."""
     return [f"{x} = {name}[{i}]" for i, x in enumerate(items)]
 
 

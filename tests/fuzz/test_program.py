@@ -130,7 +130,7 @@ def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--seed 7 --start 1 --examples 1" in capsys.readouterr().out
 
 
-def dies(args: Any, job: int, to: Any) -> None:
+def dies(work: Any, args: Any, job: int, to: Any) -> None:
     to.send((False, fuzz.Tally(last=job)))
     os._exit(1)
 
