@@ -326,8 +326,8 @@ def _flash_backward(
     rows, (k_part, v_part) = c.q[:, :, part], (x[:, :, keys] for x in (c.k, c.v))
     env = c.env.block(q_idx=(block.m0, block.m1 - block.m0))
     slots = {x.slot for x in loads(c.plan.scale)} & {i - 3 for i in captured}
-    if slots and not c.spec.sinks:
-        dq, dk, dv = _centred_backward(c, block, grad_out, rows, k_part, v_part, out, lse, bad)
+    if slots:
+        dq, dk, dv = _centred_backward(c, env, block, grad_out, rows, k_part, v_part, out, lse, bad)
     else:
         dq, dk, dv = FLASH_BACKWARD(
             grad_out, rows, k_part, v_part, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=c.scale
@@ -352,6 +352,7 @@ def _flash_backward(
 
 def _centred_backward(
     c: _Call,
+    env: Env,
     block: _Block,
     grad_out: Tensor,
     q: Tensor,
@@ -363,15 +364,23 @@ def _centred_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the op without the part of dq that is rounding alone.
 
-    A row of the logits' gradient sums to zero. In the op it does so only up to the rounding of ``grad_out . out``, which dq then
-    has times the row's mean key, and the gradient of a scale, dq . q summed over all rows, times the row's mean score. A column
-    of ones behind the keys, which the query does not see, brings the sum to light.
+    A row of the logits' gradient, sinks included, sums to zero. In the op it does so only up to the rounding of ``grad_out . out``,
+    which dq then has times the sum of the row's weighted keys, and the gradient of a scale, dq . q summed over all rows, times
+    that of its scores. A column of ones behind the keys, which the query does not see, brings the sum to light.
     """
     q1, v1, grad1, out1 = (torch.nn.functional.pad(x, (0, 1)) for x in (q, v, grad_out, out))
     k1 = torch.nn.functional.pad(k, (0, 1), value=1.0)
     dq, dk, dv = FLASH_BACKWARD(grad1, q1, k1, v1, out1, lse, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
-    mean, _ = FLASH(q, k, k, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
-    rest = dq[..., -1:].masked_fill(bad[:, None, :, None], 0.0)
+    mean, own = FLASH(q, k, k, 0.0, block.causal, attn_mask=block.mask, scale=c.scale)
+    rest = dq[..., -1:]
+    if c.spec.sinks:
+        total = lse.double().unsqueeze(-1)
+        delta = (grad_out.double() * out.double()).sum(-1, keepdim=True)
+        weights = [torch.exp(evaluate(sink, env).double().expand(*lse.shape, 1) - total) for sink in c.spec.sinks]
+        rest = (rest.double() - c.scale * torch.stack(weights).sum(0) * delta).to(dq.dtype)
+        share = torch.exp(own.double().unsqueeze(-1) - total).nan_to_num(0.0).to(dq.dtype)
+        mean = (share * mean).masked_fill(share == 0.0, 0.0)
+    rest = rest.masked_fill(bad[:, None, :, None], 0.0)
     return dq[..., :-1] - rest * mean, dk[..., :-1], dv[..., :-1]
 
 

@@ -414,26 +414,30 @@ def test_scale_beyond_float32() -> None:
     assert "no float32 number" in reason
 
 
-def test_gradient_of_a_scale_cancels_as_well_as_eagerly() -> None:
+@pytest.mark.parametrize("sink", ["", ", sinks=[2.5]"])
+def test_gradient_of_a_scale_cancels_as_well_as_eagerly(sink: str) -> None:
     """It sums over all rows what a row's rounding adds to dq, times scores of order ten."""
     ours, eager = [], []
     for seed in range(12):
         gen = torch.Generator().manual_seed(seed)
         q, k, v, grad = (torch.randn(2, 2, 5, 33, generator=gen, dtype=torch.float64) for _ in range(4))
         scale = torch.rand(1, generator=gen, dtype=torch.float64) * 2 + 0.5
-        spec = AttentionSpec.parse("attention(score=score * f0[0])")
+        spec = AttentionSpec.parse(f"attention(score=score * f0[0]{sink})")
 
         single = [x.float() for x in (q, k, v, grad, scale)]
         out, lse = cpu_flash.forward(*single[:3], [single[4]], [], spec)
         needs = [False, False, False, True]
         got = cpu_flash.backward(single[3], *single[:3], out, lse, [single[4]], [], spec, needs)[3]
-        exact = _gradient_of_the_scale(*[x.double() for x in single])
+        exact = _gradient_of_the_scale(*[x.double() for x in single], sink)
         ours.append(float((got.double() - exact).abs()))
-        eager.append(float((_gradient_of_the_scale(*single).double() - exact).abs()))
+        eager.append(float((_gradient_of_the_scale(*single, sink).double() - exact).abs()))
     assert sum(ours) < sum(eager)
 
 
-def _gradient_of_the_scale(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
+def _gradient_of_the_scale(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: Tensor, sink: str) -> Tensor:
     scale.requires_grad_()
-    out = torch.softmax(q @ k.mT * scale, -1) @ v
+    scores = q @ k.mT * scale
+    if sink:
+        scores = torch.nn.functional.pad(scores, (0, 1), value=2.5)
+    out = torch.softmax(scores, -1)[..., : k.shape[2]] @ v
     return torch.autograd.grad((out * grad).sum(), scale)[0]
