@@ -159,7 +159,7 @@ class Problem:
                 lambda b, h, q, k: k < lengths[b], self.case.batch, None, self.case.queries, self.case.keys, device="cuda"
             )
         if self.case.page or self.case.stored:
-            raise NotImplementedError("written for a plain cache")
+            raise NotImplementedError("FlexAttention has neither tables of pages nor scales of stored elements")
         return torch.compile(lambda q, k, v, n: flex_attention(q, k, v, block_mask=mask, enable_gqa=True), dynamic=False)
 
     def provider(self, name: str) -> Callable[..., Any]:

@@ -16,14 +16,13 @@ from fa_inductor.bounds import Facts
 from fa_inductor.lowering import (
     _Call,
     _candidates,
-    _empty,
     _fallback,
-    _layout,
     _refusal,
     _request,
     _select,
     lower_forward,
 )
+from fa_inductor.lowering_buffers import empty_like, layout_like
 from fa_inductor.lowering_operands import Operands, hint, problem_of, realised
 from fa_inductor.spec import AttentionSpec
 from fa_inductor.templates import configs, select
@@ -175,7 +174,7 @@ def _general(o: Operands, source: _Source, problem: Problem, capability: tuple[i
     names = ("Q", "K", "V", "QS", "KS", "VS")
     small = dict(zip(names, map(realised, cast), strict=True))
     out_size = [batch, heads, rows, o.v.get_size()[3]]
-    lse = _empty(o.q, [batch, heads, rows], None, torch.float32)
+    lse = empty_like(o.q, [batch, heads, rows], None, torch.float32)
 
     def grid(config: configs.TileConfig) -> tuple[Any, Any, str]:
         if packs_heads(problem, config):
@@ -186,7 +185,7 @@ def _general(o: Operands, source: _Source, problem: Problem, capability: tuple[i
         "fp8 forward",
         lambda config: forward_kernel(o.spec, problem, config, fp8=True),
         {**o.named(), **small, "LSE": lse},
-        _layout(o.q, out_size, dense_strides(out_size, o.spec.layout)),
+        layout_like(o.q, out_size, dense_strides(out_size, o.spec.layout)),
         grid,
         o.sizes,
     )

@@ -22,6 +22,7 @@ from typing import Any
 from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
+from fa_inductor.lowering_buffers import empty_like, layout_like, zeros_like
 from fa_inductor.lowering_operands import Cache, Operands, hint, number, problem_of, realised
 from fa_inductor.lowering_splits import merged, shared_out
 from fa_inductor.spec import AttentionSpec, CacheForm
@@ -263,20 +264,6 @@ def _refusal(kernel: str, operands: Sequence[Any], captures: Sequence[Any]) -> s
     return ""
 
 
-def _layout(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: Any = None) -> Any:
-    from torch._inductor import ir
-
-    return ir.FixedLayout(like.get_device(), dtype or like.get_dtype(), list(size), stride and list(stride))
-
-
-def _empty(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dtype: Any = None) -> Any:
-    from torch._inductor.lowering import empty_strided
-
-    made = empty_strided(list(size), stride, dtype=dtype or like.get_dtype(), device=like.get_device())
-    made.realize()
-    return made
-
-
 def _candidates(arch: int, o: Operands, problem: Problem, which: str) -> list[configs.TileConfig]:
     from fa_inductor.templates import tiles
 
@@ -362,12 +349,12 @@ def _forward(o: Operands, kernel: str, fallback: Callable[[str], Any]) -> Any:
     candidates, splits = shared_out(o, problem, candidates, _deep_rows(arch, o, problem), Program.of(spec, problem).uneven)
     out_size = [batch, heads, rows, o.v.get_size()[3]]
     strides = dense_strides(out_size, spec.layout)
-    layout = _layout(o.q, out_size, strides)
+    layout = layout_like(o.q, out_size, strides)
     lse_size = out_size[:-1]
     if splits > 1:
         size = [splits, *out_size]
-        layout, lse_size = _layout(o.q, size, None, torch.float32), [2, splits, *lse_size]
-    lse = _empty(o.q, lse_size, None, torch.float32)
+        layout, lse_size = layout_like(o.q, size, None, torch.float32), [2, splits, *lse_size]
+    lse = empty_like(o.q, lse_size, None, torch.float32)
 
     def grid(config: configs.TileConfig) -> tuple[Any, Any, str]:
         if packs_heads(problem, config):
@@ -466,8 +453,8 @@ def _backward_kernels(
     delta.realize()
     tensors["DELTA"] = realised(delta)
     if is_wide(spec, problem):
-        tensors["ROW_LOG"] = _empty(o.q, [batch, heads, rows], None, torch.float32)
-        layout = _layout(o.q, [batch, heads, rows], None, torch.float32)
+        tensors["ROW_LOG"] = empty_like(o.q, [batch, heads, rows], None, torch.float32)
+        layout = layout_like(o.q, [batch, heads, rows], None, torch.float32)
         row_max = run("rows", lambda c: rows_kernel(spec, problem, c), layout, by_query)
         if row_max is None:
             return None
@@ -477,18 +464,18 @@ def _backward_kernels(
         size = list(like.get_size())
         return size, dense_strides(size, spec.layout)
 
-    empty = _empty(o.q, [0], None)
+    empty = empty_like(o.q, [0], None)
     result: list[Any] = [empty] * len(needs_grad)
     if needs_grad[1] or needs_grad[2]:
-        tensors["DV"] = _empty(o.v, *dense(o.v))
-        dk = run("dkdv", lambda c: dkdv_kernel(spec, problem, c), _layout(o.k, *dense(o.k)), by_key)
+        tensors["DV"] = empty_like(o.v, *dense(o.v))
+        dk = run("dkdv", lambda c: dkdv_kernel(spec, problem, c), layout_like(o.k, *dense(o.k)), by_key)
         if dk is None:
             return None
         result[1], result[2] = (dk if needs_grad[1] else empty), (tensors["DV"] if needs_grad[2] else empty)
     if needs_grad[0] or slots:
         for s in slots:
-            tensors[f"GRAD{s}"] = _zeros(o.captures[s])
-        dq = run("dq", lambda c: dq_kernel(spec, problem, c, slots), _layout(o.q, *dense(o.q)), by_query)
+            tensors[f"GRAD{s}"] = zeros_like(o.captures[s])
+        dq = run("dq", lambda c: dq_kernel(spec, problem, c, slots), layout_like(o.q, *dense(o.q)), by_query)
         if dq is None:
             return None
         if needs_grad[0]:
@@ -496,15 +483,3 @@ def _backward_kernels(
         for s in slots:
             result[3 + s] = to_dtype(tensors[f"GRAD{s}"], o.captures[s].get_dtype())
     return result
-
-
-def _zeros(like: Any) -> Any:
-    """A zeroed contiguous float32 buffer of ``like``'s shape, for a kernel to add into."""
-    import torch
-    from torch._inductor.lowering import lowerings
-
-    made = lowerings[torch.ops.aten.full](
-        list(like.get_size()), 0.0, dtype=torch.float32, layout=None, device=like.get_device(), pin_memory=False
-    )
-    made.realize()
-    return made
