@@ -57,6 +57,7 @@ def entry(tally: Tally, args: argparse.Namespace, seconds: float) -> dict[str, A
         "with_run_time_sizes": tally.dynamic,
         "through_code_generation": tally.generated,
         "failures": tally.failures,
+        "redrawn": tally.redrawn,
         "kinds": dict(tally.kinds),
         "dtypes": dict(tally.dtypes),
         "kernels": dict(tally.kernels),

@@ -11,7 +11,11 @@ FAILED = ("wrong", "crash", "hang")
 
 @dataclass
 class Tally:
-    """Counts of verdicts and of what the examples were; ``last`` is the number of the last example."""
+    """Counts of verdicts and of what the examples were.
+
+    ``redrawn``: those right by the mean over other draws, where the first was off by chance (tests/fuzz/oracle.py). ``last``: the
+    number of the last example.
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
@@ -21,6 +25,7 @@ class Tally:
     whole: int = 0
     dynamic: int = 0
     generated: int = 0
+    redrawn: int = 0
     last: int = -1
 
     def add(self, verdict: Any) -> None:
@@ -30,6 +35,7 @@ class Tally:
             return
         case = verdict.case
         self.fused += bool(verdict.fused)
+        self.redrawn += bool(verdict.redrawn)
         self.dtypes[str(case.example.dtype).removeprefix("torch.")] += 1
         self.kernels[case.options["kernel"]] += 1
         self.gradients += any(i.grad for i in case.example.inputs)
@@ -41,7 +47,7 @@ class Tally:
         """Adds what another process has seen."""
         for name in ("kinds", "dtypes", "kernels"):
             getattr(self, name).update(getattr(other, name))
-        for name in ("fused", "gradients", "whole", "dynamic", "generated"):
+        for name in ("fused", "gradients", "whole", "dynamic", "generated", "redrawn"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.last = max(self.last, other.last)
 
@@ -60,6 +66,7 @@ class Tally:
         return (
             f"fuzz on {device}: {self.graphs} graphs in {seconds:.0f} s, examples {seed}/{first} to {seed}/{self.last}: "
             f"{self.failures} failures{what}; {self.fused} fused, {self.gradients} with gradients, {self.whole} through Dynamo, "
-            f"{self.generated} through code generation; {each(self.dtypes)}; kernels: {each(self.kernels)}; not counted: "
+            f"{self.generated} through code generation; {each(self.dtypes)}; kernels: {each(self.kernels)}; "
+            f"{self.redrawn} right by the mean of other draws; not counted: "
             f"{self.kinds['invalid']} that eager refuses, {self.kinds['inductor']} on which plain Inductor fails too"
         )

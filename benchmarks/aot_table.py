@@ -6,11 +6,12 @@
     python -m benchmarks.aot_table --show benchmarks/results/aot_table.json
 
 The default configuration (the one taken without max-autotune) of the forward, dK/dV and dQ kernels of the general
-templates, bfloat16, head dims 64, 128 and 256, without a mask and causal, and the Gluon kernels for sm_90. Nothing is
-known of the lengths, so every loop has its edges: the largest form of each kernel. A row has ``problems`` where it
-would not launch (``shared``: more shared memory than a block may have there), where registers spill, or where it lacks
-the instructions of the architecture. Where the shared memory does not fit, ``fits`` holds what would: the first of the
-other candidates, which is what runs, and the largest smaller tile. All of it takes about 8 minutes on one core.
+templates, bfloat16, head dims 64, 128 and 256, without a mask and causal, and the Gluon kernels for sm_90. Once nothing is
+known of the lengths, so that every loop has its edges, the largest form of each kernel, and once (``length``) they are
+numbers, as under static shapes, which may mean other tiles. A row has ``problems`` where it would not launch
+(``shared``: more shared memory than a block may have there), where registers spill, or where it lacks the instructions of
+the architecture. Where the shared memory does not fit, ``fits`` holds what would: the first of the other candidates,
+which is what runs, and the largest smaller tile. All of it takes about 16 minutes on one core.
 """
 
 from __future__ import annotations
@@ -39,27 +40,33 @@ PROGRAMS = {
     "causal": "attention(score=where(q_idx >= kv_idx, score * 0.088, -inf))",
 }
 NOTES = _common.ROOT / "benchmarks" / "notes" / "aot.md"
+#: Lengths of queries and keys: unknown, long, and on sm_90, which has tiles of its own for them, short.
+LENGTHS = (None, 4096, 512)
 #: Columns of tensor memory of one SM (PTX ISA, "Tensor Memory": 512 columns and 128 rows of 32 bits a block).
 TENSOR_MEMORY = 512
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel: ``kernel`` is ``general`` (the templates in templates/common) or ``gluon`` (templates/sm90)."""
+    """One kernel: ``kernel`` is ``general`` (the templates in templates/common) or ``gluon`` (templates/sm90).
+
+    ``length``: of queries and keys, where it is known. Gluon kernels know no more of it than that tiles divide it.
+    """
 
     arch: int
     kernel: str
     which: str
     dim: int
     mask: str
+    length: int | None = None
 
     @property
-    def key(self) -> tuple[int, str, str, int, str]:
-        return self.arch, self.kernel, self.which, self.dim, self.mask
+    def key(self) -> tuple[int, str, str, int, str, int | None]:
+        return self.arch, self.kernel, self.which, self.dim, self.mask, self.length
 
 
 #: What names a row.
-KEY = ("arch", "kernel", "which", "dim", "mask")
+KEY = ("arch", "kernel", "which", "dim", "mask", "length")
 
 
 def current(row: dict[str, Any], case: Case) -> bool:
@@ -72,9 +79,11 @@ def cases(archs: tuple[int, ...] = ARCHITECTURES, dims: tuple[int, ...] = HEAD_D
     found = []
     for arch in archs:
         for which in PASSES:
-            found += [Case(arch, "general", which, dim, mask) for dim in dims for mask in PROGRAMS]
+            known = LENGTHS if arch == 90 else LENGTHS[:2]
+            found += [Case(arch, "general", which, dim, mask, n) for n in known for dim in dims for mask in PROGRAMS]
         if arch == 90:
-            found += [Case(90, "gluon", which, d, mask) for which in ("forward", "backward") for d in dims for mask in PROGRAMS]
+            of = [(which, n, d) for which in ("forward", "backward") for n in LENGTHS[:2] for d in dims]
+            found += [Case(90, "gluon", which, d, mask, n) for which, n, d in of for mask in PROGRAMS]
     return [c for c in found if c.kernel == "general" or not _refused(c)]
 
 
@@ -92,10 +101,17 @@ def templates_of(arch: int) -> int:
     return found
 
 
+def problem_of(case: Case) -> Problem:
+    """What a general kernel is made for."""
+    tma, n = templates_of(case.arch) >= 90, case.length
+    if n is None:
+        return Problem(case.dim, case.dim, 1, tma=tma)
+    return Problem(case.dim, case.dim, 1, tma=tma, even_q=True, even_kv=True, rows=n, cols=n, square=True)
+
+
 def candidates(case: Case) -> list[TileConfig]:
     """The configurations of a general kernel, the default first."""
-    family = templates_of(case.arch)
-    problem = Problem(case.dim, case.dim, 1, tma=family >= 90)
+    family, problem = templates_of(case.arch), problem_of(case)
     program = Program.of(AttentionSpec.parse(PROGRAMS[case.mask]), problem)
     return tiles.choose(program, problem, family, case.which, _aot.SHARED_LIMIT[case.arch])
 
@@ -103,8 +119,7 @@ def candidates(case: Case) -> list[TileConfig]:
 def source(case: Case, config: TileConfig | None = None) -> str:
     """A digest of the text that is compiled; what it does not cover is in ``config``."""
     if case.kernel == "general":
-        problem = Problem(case.dim, case.dim, 1, tma=templates_of(case.arch) >= 90)
-        return _aot.render(PROGRAMS[case.mask], problem, case.which, config or candidates(case)[0]).name
+        return _aot.render(PROGRAMS[case.mask], problem_of(case), case.which, config or candidates(case)[0]).name
     folder = _common.ROOT / "templates" / "sm90"
     files = [folder / "gluon_forward.py"]  # the backward takes parts of it
     if case.which == "backward":
@@ -124,16 +139,15 @@ def compile_case(
 ) -> dict[str, Any]:
     """The row of a case, without ``fits``; ``config`` other than the default for a general kernel."""
     asked: _aot.Request | _aot.GluonRequest
-    has_high = case.mask == "causal"
+    has_high, even = case.mask == "causal", case.length is not None
     if case.kernel == "general":
-        problem = Problem(case.dim, case.dim, 1, tma=templates_of(case.arch) >= 90)
         chosen = config or candidates(case)[0]
-        asked = _aot.request(case.arch, _aot.render(PROGRAMS[case.mask], problem, case.which, chosen))
+        asked = _aot.request(case.arch, _aot.render(PROGRAMS[case.mask], problem_of(case), case.which, chosen))
     elif case.which == "forward":
-        asked = _aot.GluonRequest(case.dim, case.dim, launch.CONFIGS[case.dim], even=False, has_high=has_high)
+        asked = _aot.GluonRequest(case.dim, case.dim, launch.CONFIGS[case.dim], even=even, has_high=has_high)
     else:
         backward = backward_launch.CONFIGS[case.dim]
-        asked = _aot.GluonRequest(case.dim, case.dim, backward, even=False, has_high=has_high)
+        asked = _aot.GluonRequest(case.dim, case.dim, backward, even=even, has_high=has_high)
     row: dict[str, Any] = {**asdict(case), "config": described(case, config), "source": source(case, config)}
     row["shared_limit"] = _aot.SHARED_LIMIT[case.arch]
     try:
@@ -211,7 +225,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a table in Markdown."""
     cells = []
     for r in rows:
-        what = [f"sm_{r['arch']}", r["kernel"], r["which"], r["dim"], r["mask"], config_text(r)]
+        what = [f"sm_{r['arch']}", r["kernel"], r["which"], r["dim"], r["mask"], r["length"] or "", config_text(r)]
         if "registers" not in r:
             cells.append([*what, *[""] * 5, "; ".join(r["problems"])])
             continue
@@ -219,7 +233,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         share = f"{r['shared']} ({100 * r['shared'] / r['shared_limit']:.0f} %)"
         cells.append([*what, r["registers"], r["stack"] + r["local"], share, r["tmem"], counts, "; ".join(
             p.split(":")[0] for p in r["problems"])])  # fmt: skip
-    headers = ["arch", "kernel", "pass", "D", "mask", "tile", "registers", "spill", "shared", "TMEM", "PTX", "problems"]
+    headers = ["arch", "kernel", "pass", "D", "mask", "length", "tile", "registers", "spill", "shared", "TMEM", "PTX", "problems"]
     return _common.table(cells, headers)
 
 
@@ -289,7 +303,7 @@ def main() -> None:
     if args.resume and Path(args.out).exists():
         earlier = json.loads(Path(args.out).read_text())
         if earlier["triton"] == triton.__version__:
-            done = {Case(*(r[k] for k in KEY)).key: r for r in earlier["rows"]}
+            done = {Case(*(r.get(k) for k in KEY)).key: {"length": None, **r} for r in earlier["rows"]}
     for case in cases(tuple(args.archs), tuple(args.dims)):
         row = done.get(case.key)
         if row is None or not current(row, case):

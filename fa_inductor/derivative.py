@@ -9,6 +9,7 @@ which is NaN when that is infinite.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import FLOAT, SCORE, Call, Const, Expr, Load, call
@@ -54,17 +55,42 @@ def _of_call(e: Call, known: dict[Expr, Expr]) -> Expr:
     if all(d == _ZERO for d in inner):
         return _ZERO
     if len(e.args) == 1:
-        return _times(inner[0], _outer(e))
+        return times(inner[0], _outer(e))
     return _binary(e, *inner)
 
 
-def _times(d: Expr, factor: Expr) -> Expr:
-    """``d * factor``, where a derivative of exactly 0 or 1 is structure, not a number to multiply by."""
+def times(d: Expr, factor: Expr) -> Expr:
+    """``d * factor``, where a derivative of exactly 0 or 1 is structure, not a number to multiply by.
+
+    So is the 0 of ``where(c, x, 0)``, which differentiating a mask gives: it stays the outermost, for who multiplies by the
+    derivative selects there (a NaN of a masked entry does not pass, as in autograd's formula for ``where``).
+    """
     if _ZERO in (d, factor):
         return _ZERO
     if d == _ONE:
         return factor
-    return d if factor == _ONE else call("mul", d, factor)
+    if factor == _ONE:
+        return d
+    return _inside(d, lambda x: times(x, factor)) or call("mul", d, factor)
+
+
+def _inside(d: Expr, of: Callable[[Expr], Expr]) -> Expr | None:
+    """``of`` applied inside of a ``where`` with a 0, or of the sum of such; None where ``d`` is neither."""
+    if not isinstance(d, Call) or not selects(d):
+        return None
+    if d.fn == "where":
+        condition, x, y = d.args
+        return call("where", condition, *(z if z == _ZERO else of(z) for z in (x, y)))
+    return call("add", *(of(x) for x in d.args))
+
+
+def selects(d: Expr) -> bool:
+    """Whether a derivative is ``where(c, x, 0)``, or has such a branch or term: not a number alone, but a choice."""
+    if not isinstance(d, Call):
+        return False
+    if d.fn == "where":
+        return any(x == _ZERO or selects(x) for x in d.args[1:])
+    return d.fn == "add" and any(map(selects, d.args))
 
 
 def _plus(x: Expr, y: Expr) -> Expr:
@@ -78,29 +104,33 @@ def _binary(e: Call, dx: Expr, dy: Expr) -> Expr:
     if e.fn == "sub":
         return _plus(dx, _negated(dy))
     if e.fn == "mul":
-        return _plus(_times(dx, y), _times(dy, x))
+        return _plus(times(dx, y), times(dy, x))
     if e.fn == "div":
         return _plus(
-            _ZERO if dx == _ZERO else call("div", dx, y),
-            _negated(_ZERO if dy == _ZERO else call("div", _times(dy, e), y)),
+            _over(dx, y),
+            _negated(_over(times(dy, e), y)),
         )
     if e.fn in ("minimum", "maximum"):
         above, below = (dx, dy) if e.fn == "maximum" else (dy, dx)
-        tie = _times(_plus(dx, dy), _HALF)
+        tie = times(_plus(dx, dy), _HALF)
         return call("where", call("gt", x, y), above, call("where", call("lt", x, y), below, tie))
     if e.fn == "pow":
-        return _plus(_times(dx, _pow_in_base(x, y)), _times(dy, _pow_in_exponent(x, y, e)))
+        return _plus(times(dx, _pow_in_base(x, y)), times(dy, _pow_in_exponent(x, y, e)))
     raise ProgramError(f"no derivative is known for {e.fn}: {e}")
 
 
 def _negated(d: Expr) -> Expr:
-    return _ZERO if d == _ZERO else call("neg", d)
+    return _ZERO if d == _ZERO else _inside(d, _negated) or call("neg", d)
+
+
+def _over(d: Expr, y: Expr) -> Expr:
+    return _ZERO if d == _ZERO else _inside(d, lambda x: _over(x, y)) or call("div", d, y)
 
 
 def _pow_in_base(x: Expr, y: Expr) -> Expr:
     if isinstance(y, Const):
         p = float(y.value)
-        return _ZERO if p == 0 else _times(Const(p), x) if p == 2 else _times(call("pow", x, Const(p - 1.0)), Const(p))
+        return _ZERO if p == 0 else times(Const(p), x) if p == 2 else times(call("pow", x, Const(p - 1.0)), Const(p))
     slope = call("mul", call("pow", x, call("sub", y, _ONE)), y)
     return call("where", call("eq", y, _ZERO), _ZERO, slope)
 

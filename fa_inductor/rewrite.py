@@ -145,7 +145,9 @@ def _emit_projected(
 def _captures(em: Emitter, match: AttentionMatch, kernel: str) -> tuple[list[fx.Node], AttentionSpec]:
     """The captured tensors as a kernel reads them best, and the spec that reads them so."""
     spec = replace(match.full_spec(), layout=_layout(match))
-    captures = [em.value(c) for c in match.captures]
+    # The op's output requires a gradient where an operand does. Eager code's does not for what a condition alone reads.
+    reached = spec.differentiable_slots()
+    captures = [em.value(c) if i in reached else em.constant(c) for i, c in enumerate(match.captures)]
     if kernel in ("triton", "general"):
         spec = capture_layout.arrange(em, match, spec, captures)
     return captures, spec

@@ -49,8 +49,10 @@ class _Meta:
 def needs_grad(match: AttentionMatch) -> tuple[bool, ...]:
     """For q, k, v and each capture whether a gradient will be asked for."""
     origin = match.place.view.origin[match.pv]
-    nodes = [match.q.node, match.k.node, match.v.node, *match.captures]
-    return tuple(origin.grad_enabled and match.place.requires_grad(n) for n in nodes)
+    reached = match.full_spec().differentiable_slots()
+    operands = [match.place.requires_grad(o.node) for o in (match.q, match.k, match.v)]
+    captures = [i in reached and match.place.requires_grad(c) for i, c in enumerate(match.captures)]
+    return tuple(origin.grad_enabled and needed for needed in (*operands, *captures))
 
 
 def choose_kernel(match: AttentionMatch, options: Options) -> Choice:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from fa_inductor.errors import ProgramError
-from fa_inductor.expr import FLOAT, KV_IDX, SCORE, Expr, Load, from_ast, to_text
+from fa_inductor.expr import FLOAT, KV_IDX, SCORE, Call, Expr, Load, from_ast, to_text
 
 #: What a query row yields whose every logit is -inf: NaN (softmax of nothing, as hand-written code gives) or 0 (SDPA's rule).
 DEAD_ROWS = ("nan", "zero")
@@ -102,6 +102,20 @@ class AttentionSpec:
         """Every distinct captured load, by slot."""
         found = {n for e in self.expressions for n in e.walk() if isinstance(n, Load)}
         return sorted(found, key=lambda n: (n.slot, str(n)))
+
+    def differentiable_slots(self) -> frozenset[int]:
+        """Slots of the captures that autograd reaches: read as floats, and not by a condition or as an integer alone."""
+        found, seen, todo = set(), set(), list(self.expressions)
+        while todo:
+            e = todo.pop()
+            if e.kind != FLOAT or e in seen:
+                continue
+            seen.add(e)
+            if isinstance(e, Load):
+                found.add(e.slot)
+            elif isinstance(e, Call):
+                todo += e.args
+        return frozenset(found)
 
 
 def _literal(node: ast.AST, kind: type) -> Any:

@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, call
 from fa_inductor.patterns.prover import Prover
-from fa_inductor.patterns.terms import Elem, Lin, Unsupported, kind_of, value_of
+from fa_inductor.patterns.terms import Dropped, Elem, Lin, Unsupported, kind_of, value_of
 
 #: Integers up to here are exact in a float dtype.
 EXACT_INTEGER = {torch.float32: 2**24, torch.float64: 2**53}
@@ -205,6 +205,9 @@ def narrowed(e: Expr, src: torch.dtype, dt: torch.dtype, own: set[fx.Node]) -> E
         return None
     if isinstance(e, Elem):
         return e if e.node in own else None
+    if isinstance(e, Dropped):
+        inner = narrowed(e.inner, src, dt, own)
+        return e if inner == e.inner and 1.0 / (1.0 - e.p) <= new.max else None
     if not isinstance(e, Call):
         return None
     if e.fn == "where":

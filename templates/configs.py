@@ -55,9 +55,9 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
     return tuple(TileConfig(*r, tma=True) for r in rows)
 
 
-def _early(row: tuple[int, int, int, int], place: str = "weights", tma: bool = True) -> tuple[TileConfig, ...]:
+def _early(row: tuple[int, int, int, int], place: str = "weights") -> tuple[TileConfig, ...]:
     """dK/dV with dP before dV. Measured against each other in one run: benchmarks/notes/general_backward.md."""
-    return (TileConfig(*row, tma=tma, dp_place=place),)
+    return (TileConfig(*row, tma=True, dp_place=place),)
 
 
 def _once(row: tuple[int, int, int, int], place: str = "dv") -> tuple[TileConfig, ...]:
@@ -100,12 +100,13 @@ _TABLE: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     # At 256, causal: 488 483 361.
     (90, 2, 256, "forward"): (*_tma((128, 64, 8, 2)), *_rows((128, 64, 8, 2)), *_tma((64, 64, 4, 2))),
     (90, 2, 512, "forward"): _rows((32, 16, 4, 2), (16, 16, 4, 2)),
-    (90, 2, 64, "dkdv"): (*_early((64, 64, 4, 2)), *_tma((32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 552 517 487
-    (90, 2, 128, "dkdv"): (*_early((64, 64, 4, 2)), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 616 572 526
-    (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 2)), *_rows((64, 32, 8, 2), (32, 32, 8, 2))),  # causal: 244 239 214
+    (90, 2, 64, "dkdv"): (*_once((64, 64, 4, 2), "score"), *_tma((32, 64, 4, 2)), *_rows((64, 64, 4, 3))),  # 569 497 487
+    (90, 2, 128, "dkdv"): (*_once((64, 64, 4, 2), "score"), *_rows((64, 128, 8, 3), (64, 64, 4, 2))),  # 598 524 442
+    # With two stages 16 bytes spill (triton 3.7), and "score" 8, and yet they are the fastest: 261 323 322.
+    (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 1), (64, 64, 8, 2)), *_early((64, 64, 8, 2), "score")),
     (90, 2, 512, "dkdv"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     (90, 2, 64, "dq"): (*_tma((64, 64, 4, 2)), *_rows((128, 64, 8, 3)), *_tma((128, 64, 8, 3))),  # 646 631 618
-    (90, 2, 128, "dq"): (*_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3), (64, 64, 4, 2))),  # 648 607 568
+    (90, 2, 128, "dq"): (*_once((128, 64, 8, 3)), *_tma((128, 64, 8, 3)), *_rows((128, 64, 8, 3))),  # 659 638 614
     (90, 2, 256, "dq"): (*_tma((64, 64, 4, 2)), *_rows((128, 32, 8, 2)), *_tma((64, 32, 4, 2))),  # causal: 440 437 310
     (90, 2, 512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
     # sm_100, 16-bit: the accumulators live in 512 columns of tensor memory.
@@ -138,6 +139,11 @@ _LEAN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (100, 2, 256, "dq"): (*_tma((128, 64, 8, 1)), *_rows((32, 32, 4, 1))),
 }  # fmt: skip
 
+# Lean programs whose mask leaves tiles out: rows that replace those of lean ones. With two stages 8 bytes spill at known lengths.
+_LEAN_MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
+    (80, 2, 128, "dq"): _rows((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
+}
+
 # sm_86, sm_89 and sm_12x: 99 KiB of shared memory. Rows that replace those above there: what fits, and what does not spill on
 # sm_120, which needs a few registers more than sm_80. Lean programs have no rows of their own: by the model their products
 # bound these devices, whatever the tile.
@@ -168,9 +174,10 @@ _MASKED: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 64, "forward"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 128, 4, 2))),  # causal: 425 413 409
     (90, 2, 128, "forward"): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2), (64, 64, 4, 3))),  # causal: 491 480 464
     (90, 2, 256, "forward"): (*_rows((128, 64, 8, 2)), *_tma((128, 64, 8, 2), (64, 64, 4, 2))),  # causal: 536 489
-    (90, 2, 64, "dkdv"): (*_tma((32, 64, 4, 2)), *_rows((32, 64, 4, 3), (64, 64, 4, 2))),  # causal: 474 460 440
-    (90, 2, 128, "dkdv"): (*_early((64, 64, 4, 2)), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # causal: 558 522, 592 522
-    (90, 2, 256, "dkdv"): (*_tma((64, 64, 8, 1), (64, 64, 8, 2)), *_rows((32, 32, 8, 2))),  # causal: 267 257
+    (90, 2, 64, "dkdv"): (*_once((64, 64, 4, 2), "score"), *_tma((32, 64, 4, 2)), *_rows((32, 64, 4, 3))),  # causal: 520 458
+    (90, 2, 128, "dkdv"): (*_once((64, 64, 4, 2), "score"), *_early((64, 64, 4, 2)), *_rows((64, 64, 4, 2))),  # causal: 614 579 499
+    # Of these only the first has no spills (triton 3.7; 32, 16 bytes); with 3.6 all have. Causal: 248 269 287.
+    (90, 2, 256, "dkdv"): (*_once((64, 64, 8, 1)), *_tma((64, 64, 8, 1)), *_once((64, 64, 8, 2), "score")),
     (90, 2, 64, "dq"): (*_rows((64, 64, 4, 3), (128, 64, 4, 3)), *_tma((64, 64, 4, 2))),  # causal: 598 578 559
     (90, 2, 128, "dq"): (*_rows((128, 64, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((64, 64, 4, 2))),  # causal: 598 576 573
 }  # fmt: skip
@@ -203,20 +210,23 @@ _LOADS_WINDOWS: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
     (90, 2, 64, "forward"): (*_tma((64, 32, 2, 2), (64, 32, 4, 3)), *_rows((16, 32, 1, 3))),
 }
 
-# Lengths that are not numbers when the kernel is compiled: their arithmetic takes the registers that the measured tiles lack
-# then (8 bytes spill at 128, 64 to 88 at 256; with numbers none do but at 256, causal: 40). At 128 the third of an earlier run,
-# 474 467 455 causal. At 256 nothing that was measured has wgmma and no spills: this one was not timed.
-_UNKNOWN: dict[tuple[int, int, int, str], tuple[TileConfig, ...]] = {
-    (90, 2, 128, "dkdv"): (*_tma((32, 64, 4, 2), (64, 64, 4, 2)), *_rows((64, 128, 8, 3))),
-    (90, 2, 256, "dkdv"): (*_tma((32, 64, 8, 1), (64, 64, 8, 1)), *_rows((64, 32, 8, 2))),
-}  # fmt: skip
+# Lengths that are not numbers when the kernel is compiled, (..., masked): their arithmetic takes the registers that the measured
+# tiles lack then (8 bytes spill at 128, 64 to 88 at 256, and at 64 two programs fit instead of three). At 128 the third of an
+# earlier run, 474 467 455 causal. At 256 nothing that was measured has wgmma and no spills: this one was not timed.
+_UNKNOWN_128 = (*_tma((32, 64, 4, 2), (64, 64, 4, 2)), *_rows((64, 128, 8, 3)))
+_UNKNOWN_256 = (*_tma((32, 64, 8, 1), (64, 64, 8, 1)), *_rows((64, 32, 8, 2)))
+_UNKNOWN: dict[tuple[int, int, int, str, bool], tuple[TileConfig, ...]] = {
+    (90, 2, 64, "dkdv", True): (*_tma((32, 64, 4, 2)), *_rows((32, 64, 4, 3), (64, 64, 4, 2))),  # lengths known: 474 460 440
+    (90, 2, 128, "dkdv", False): _UNKNOWN_128,
+    (90, 2, 128, "dkdv", True): _UNKNOWN_128,
+    (90, 2, 256, "dkdv", False): _UNKNOWN_256,
+    (90, 2, 256, "dkdv", True): _UNKNOWN_256,
+}
 
 # Short sequences: (..., masked) rows. Measured at S = 512.
 SHORT = 1024
 _SHORT: dict[tuple[int, int, int, str, bool], tuple[TileConfig, ...]] = {
     (90, 2, 128, "forward", False): (*_rows((64, 64, 4, 3)), *_tma((128, 64, 4, 2))),  # 366 363
-    (90, 2, 128, "dkdv", False): (*_once((64, 64, 4, 2), "score"), *_rows((64, 128, 8, 3)), *_tma((64, 64, 4, 2))),  # 462 414 405
-    (90, 2, 128, "dkdv", True): (*_early((64, 64, 4, 2), "score", tma=False), *_rows((64, 64, 4, 2), (64, 128, 8, 3))),  # 338 312
     (90, 2, 128, "dq", False): (*_once((128, 32, 8, 3)), *_tma((128, 32, 8, 3)), *_rows((128, 64, 8, 3))),  # 483 447 428
     (90, 2, 128, "dq", True): _rows((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),  # 303 291 244
 }
@@ -276,24 +286,24 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     """The configurations to try for one kernel (``which`` of :data:`PASSES`), best first."""
     dim, kind = max(64, use.qk_pad, use.v_pad), "dq" if which == "rows" else which
     key = (use.arch, use.element, dim, kind)
-    short = (*key, use.masked)
+    by_mask = (*key, use.masked)
     small = use.shared is not None and use.shared < SHARED[use.arch]
     if use.element == 4:
         found = _FLOAT32[dim, kind]
     elif small:
         found = _SMALL.get(key, _TABLE[key])
     elif use.lean and key in _LEAN:
-        found = _LEAN[key]
+        found = (_LEAN_MASKED if use.masked and key in _LEAN_MASKED else _LEAN)[key]
     elif use.loads_tiles and _is_window(use) and key in _LOADS_WINDOWS:
         found = _LOADS_WINDOWS[key]
     elif use.loads_tiles and key in _LOADS_TILES:
         found = _LOADS_TILES[key]
     elif use.documents and key in _DOCUMENTS:
         found = (_LONG_DOCUMENTS if use.keys is not None and use.keys > LONG else _DOCUMENTS)[key]
-    elif use.keys is None and key in _UNKNOWN:
-        found = _UNKNOWN[key]
-    elif use.keys is not None and use.keys <= SHORT and short in _SHORT:
-        found = _SHORT[short]
+    elif use.keys is None and by_mask in _UNKNOWN:
+        found = _UNKNOWN[by_mask]
+    elif use.keys is not None and use.keys <= SHORT and by_mask in _SHORT:
+        found = _SHORT[by_mask]
     else:
         found = _MASKED.get(key, _TABLE[key]) if use.masked else _TABLE[key]
     if which == "rows":

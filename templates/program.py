@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fa_inductor.bounds import Facts, row_always_has_key
-from fa_inductor.derivative import d_score
+from fa_inductor.derivative import d_score, times
 from fa_inductor.expr import (
     BOOL,
     FLOAT,
@@ -310,7 +310,7 @@ class Program:
         if factor == self.factor:
             return rest
         d = d_score(logit)
-        return d if self.factor == 1.0 else call("mul", d, Const(1.0 / self.factor))
+        return times(d, Const(1.0 / self.factor))
 
     def may_skip(self, backward: bool) -> bool:
         """Whether leaving out tiles in which no row keeps a key changes nothing, and there may be such tiles."""

@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fa_inductor.derivative import selects
 from fa_inductor.diagonal import COLUMN, ROW, ROWS
 from fa_inductor.expr import BOOL, FLOAT, INDEX_NAMES, INT, SIZE_NAMES, Call, Const, Expr, Load, Score, Sym
 
@@ -245,17 +246,19 @@ class ScorePrinter:
     def times(self, name: str, factor: Expr) -> str:
         """Text of ``name * factor``, after adding the statements that compute ``factor``.
 
-        A factor ``where(c, x, 0)`` is what differentiating a mask gives. It selects instead of multiplying, so that a
-        NaN of a masked entry does not pass, as in autograd's formula for ``where``.
+        A factor ``where(c, x, 0)``, or a sum with such a term, is what differentiating a mask gives. It selects instead of
+        multiplying, so that a NaN of a masked entry does not pass, as in autograd's formula for ``where``.
         """
         if factor == Const(1.0):
             return name
-        if isinstance(factor, Call) and factor.fn == "where" and Const(0.0) in factor.args[1:]:
-            condition, x, y = factor.args
+        if factor == Const(0.0):
+            return "0.0"
+        if isinstance(factor, Call) and selects(factor):
+            if factor.fn == "add":
+                return " + ".join(f"({self.times(name, x)})" for x in factor.args)
+            condition, *branches = factor.args
             text = self.emit(condition)
-            if y == Const(0.0):
-                return f"tl.where({text}, {self.times(name, x)}, 0.0)"
-            return f"tl.where({text}, 0.0, {self.times(name, y)})"
+            return f"tl.where({text}, {', '.join(self.times(name, x) for x in branches)})"
         return f"{name} * ({self.emit(factor)})"
 
     def _new(self, text: str) -> str:

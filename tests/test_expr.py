@@ -184,6 +184,26 @@ def test_derivative_of_forms(text: str) -> None:
     check_derivatives(text, torch.randn(SHAPE, dtype=torch.float64).abs(), torch.randn(3, 4, 5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(where(kv_idx > q_idx, -inf, score + f0[h]) + 1.0) * 0.5", "where(kv_idx > q_idx, 0.0, 0.5)"),
+        ("-where(kv_idx > q_idx, 3.0, f0[h] * 2.0) / score", "where(kv_idx > q_idx, 0.0, -2.0 / score)"),
+        (
+            "where(kv_idx > q_idx, 2.0, where(score > 0.0, f0[h], -1.0)) * 0.5",
+            "where(kv_idx > q_idx, 0.0, where(score > 0.0, 0.5, 0.0))",
+        ),
+        (
+            "(where(kv_idx > q_idx, 2.0, f0[h]) + where(kv_idx == q_idx, -inf, f0[h] * 4.0)) * 0.5",
+            "where(kv_idx > q_idx, 0.0, 0.5) + where(kv_idx == q_idx, 0.0, 2.0)",
+        ),
+    ],
+)
+def test_the_zero_of_a_mask_stays_outermost(text: str, expected: str) -> None:
+    """Whoever multiplies by it can select, so that a NaN of a masked entry does not pass."""
+    assert str(d_load(parse(text), parse("f0[h]"))) == str(parse(expected))
+
+
 def test_every_function_is_differentiated_or_has_no_derivative() -> None:
     no_float = {"floordiv", "mod", "and_", "or_", "not_", "isnan", "cast_int", "cast_bool", "cast_float", "where",
                 "lt", "le", "gt", "ge", "eq", "ne"}  # fmt: skip

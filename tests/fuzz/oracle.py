@@ -1,14 +1,17 @@
 """Runs one function three ways (eager, eager in float64, compiled by fa_inductor) and compares outputs and gradients.
 
 The budget of a compiled value is twice the error that eager itself makes against float64, plus a rounding band of the
-dtype. NaN must appear exactly where eager has it. Arguments are passed through :func:`copy_args`, which keeps aliasing: two
-arguments that are one tensor, or views of one storage, stay so.
+dtype. NaN must appear exactly where eager has it. In 16 bits a sum that cancels, as the gradient of one factor of all scores, is
+off by chance, and eager code may have had luck: what is a little over the budget there is judged by the root mean square of the
+errors over other draws of the arguments, by the same rule. Arguments are passed through :func:`copy_args`, which keeps aliasing:
+two arguments that are one tensor, or views of one storage, stay so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ from tests.fuzz.tracing import trace
 
 #: Rounding band by dtype, relative to the largest magnitude of the value compared.
 BANDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+#: Draws of other arguments where a 16-bit value is at most ``NEAR`` times its budget off.
+DRAWS, NEAR = 24, 4.0
 
 
 class WrongValue(AssertionError):
@@ -39,7 +45,7 @@ class Outcome:
 
 @dataclass
 class Compiled:
-    """A backend that counts: ``sites`` are the reports of all graphs it saw.
+    """A backend that counts: ``sites`` are the reports of all graphs it saw, ``redrawn`` the calls that other draws had to judge.
 
     ``full``: through AOTAutograd; ``codegen``: and through Inductor's code generation.
     """
@@ -48,6 +54,7 @@ class Compiled:
     options: Options = field(default_factory=lambda: Options(kernel="reference"))
     codegen: bool = False
     sites: list[SiteReport] = field(default_factory=list)
+    redrawn: int = 0
 
     @property
     def fused(self) -> int:
@@ -130,13 +137,27 @@ def call(fn: Callable, args: Sequence[Any], seed: int = 0) -> Outcome:
     return Outcome([t.detach() for t in outputs], grads, [a.detach() for a in args if isinstance(a, Tensor)])
 
 
-def _gap(what: str, got: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+@dataclass(frozen=True)
+class Gap:
+    """Largest errors of one value against float64, of ``got`` and of eager code, and the magnitude its band is relative to."""
+
+    what: str
+    error: float
+    eager: float
+    scale: float
+
+    def budget(self, dtype: torch.dtype) -> float:
+        return 2.0 * self.eager + BANDS.get(dtype, 2e-5) * self.scale
+
+
+def _gap(what: str, got: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtype) -> Gap:
+    """Raises :class:`WrongValue` for any difference but a finite error."""
     if got.shape != eager.shape or got.dtype != eager.dtype:
         raise WrongValue(f"{what}: {got.dtype} {tuple(got.shape)}, eager has {eager.dtype} {tuple(eager.shape)}")
     if not got.is_floating_point():
         if not torch.equal(got, eager):
             raise WrongValue(f"{what}: integer or bool values differ")
-        return
+        return Gap(what, 0.0, 0.0, 1.0)
     g, e, x = got.double(), eager.double(), exact.double()
     if not torch.equal(e.isfinite(), x.isfinite()):
         # The dtype itself overflows here: eager is no measure, only what both references agree on counts.
@@ -151,12 +172,10 @@ def _gap(what: str, got: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtyp
         raise WrongValue(f"{what}: infinities differ")
     g, e, x = g[finite], e[finite], x[finite]
     if not g.numel():
-        return
+        return Gap(what, 0.0, 0.0, 1.0)
     scale = max(float(x.abs().max()), 1.0)  # arguments and cotangents are of order 1, sums of them cancel
-    budget = 2.0 * float((e - x).abs().max()) + BANDS.get(dtype, 2e-5) * scale
     error = float((g - x).abs().max())
-    if not error <= budget:
-        raise WrongValue(f"{what}: error {error:.3e} against float64, budget {budget:.3e}, eager {float((e - x).abs().max()):.3e}")
+    return Gap(what, math.inf if math.isnan(error) else error, float((e - x).abs().max()), scale)
 
 
 def same(got: Outcome, eager: Outcome) -> bool:
@@ -169,16 +188,19 @@ def same(got: Outcome, eager: Outcome) -> bool:
     )
 
 
-def compare(got: Outcome, eager: Outcome, exact: Outcome, dtype: torch.dtype) -> None:
-    """Raises :class:`WrongValue` where ``got`` is outside the budget."""
+def gaps(got: Outcome, eager: Outcome, exact: Outcome, dtype: torch.dtype) -> list[Gap]:
+    """The errors of all values; raises :class:`WrongValue` for any difference but a finite error."""
     if len(got.outputs) != len(eager.outputs):
         raise WrongValue(f"{len(got.outputs)} outputs, eager has {len(eager.outputs)}")
+    found = []
     for i, (g, e, x) in enumerate(zip(got.outputs, eager.outputs, exact.outputs, strict=True)):
-        _gap(f"output {i}", g, e, x, dtype)
+        found.append(_gap(f"output {i}", g, e, x, dtype))
     for i, (a, b, x) in enumerate(zip(got.after, eager.after, exact.after, strict=True)):
-        _gap(f"argument {i} after the call", a, b, x, dtype)
+        found.append(_gap(f"argument {i} after the call", a, b, x, dtype))
     if len(got.grads) != len(eager.grads):
         raise WrongValue("some gradients are missing or too many")
+    # What cancels in one gradient is of the order of the others: with one key that of q is 0, and of v the cotangents' sum.
+    largest = max((_largest(x) for x in exact.grads if x is not None), default=0.0)
     for i, (ga, ea, xa) in enumerate(zip(got.grads, eager.grads, exact.grads, strict=True)):
         if (ga is None) != (ea is None):
             # A gradient of zeros and none at all are the same to an optimiser step.
@@ -187,7 +209,40 @@ def compare(got: Outcome, eager: Outcome, exact: Outcome, dtype: torch.dtype) ->
                 raise WrongValue(f"gradient {i}: {'missing' if ga is None else 'unexpected'}")
             continue
         if ga is not None and ea is not None and xa is not None:
-            _gap(f"gradient {i}", ga, ea, xa, dtype)
+            gap = _gap(f"gradient {i}", ga, ea, xa, dtype)
+            found.append(replace(gap, scale=max(gap.scale, largest)))
+    return found
+
+
+def _largest(x: Tensor) -> float:
+    """The largest finite magnitude."""
+    return float(x.detach().abs().nan_to_num(0.0, 0.0).max()) if x.numel() else 0.0
+
+
+def compare(found: Sequence[Gap], dtype: torch.dtype, among: str = "") -> None:
+    """Raises :class:`WrongValue` for the first that is over its budget."""
+    for gap in found:
+        budget = gap.budget(dtype)
+        if not gap.error <= budget:
+            text = f"error {gap.error:.3e} against float64, budget {budget:.3e}, eager {gap.eager:.3e}"
+            raise WrongValue(f"{gap.what}: {text}{among}")
+
+
+def near(found: Sequence[Gap], dtype: torch.dtype) -> bool:
+    """Whether other draws are to say how far off values are: in 16 bits, where none is far over its budget."""
+    return dtype.itemsize == 2 and all(gap.error <= NEAR * gap.budget(dtype) for gap in found)
+
+
+def _mean(draws: Sequence[Sequence[Gap]]) -> list[Gap]:
+    """The root mean square over draws, value by value."""
+    rms = lambda xs: math.sqrt(sum(x * x for x in xs) / len(xs))  # noqa: E731
+    by_name: dict[str, list[Gap]] = {}
+    for gap in (gap for draw in draws for gap in draw):
+        by_name.setdefault(gap.what, []).append(gap)
+    return [
+        Gap(name, rms([g.error for g in of]), rms([g.eager for g in of]), rms([g.scale for g in of]))
+        for name, of in by_name.items()
+    ]
 
 
 def check(
@@ -201,6 +256,7 @@ def check(
     more: Sequence[Sequence[Any]] = (),
     made: Compiled | None = None,
     dynamo: bool = True,
+    draw: Callable[[int], Sequence[Any]] | None = None,
 ) -> Compiled:
     """Compares ``fn`` compiled with ``fn`` eager on ``args``, then on each of ``more`` without compiling anew by hand.
 
@@ -209,6 +265,7 @@ def check(
         full: through AOTAutograd; otherwise the rewritten graph runs as it is, which is quicker.
         made: the backend, where it is not the usual one.
         dynamo: False takes the graph from :mod:`tests.fuzz.tracing`, which is as Dynamo's and comes quicker.
+        draw: other arguments of the same kind by a number; without it every value is held to its budget at once.
 
     Returns:
         the backend with its site reports.
@@ -219,8 +276,22 @@ def check(
         compiled: Callable = torch.compile(fn, backend=made.backend, dynamic=dynamic)
     else:
         compiled = made.backend(trace(fn, copy_args(args)), list(args))
-    for given in (args, *more):
+
+    def measured(given: Sequence[Any]) -> list[Gap]:
         eager, got = call(fn, copy_args(given)), call(compiled, copy_args(given))
-        if not same(got, eager):
-            compare(got, eager, call(exact_fn or fn, copy_args(given, torch.float64)), dtype)
+        if same(got, eager) and not drawing:
+            return []
+        return gaps(got, eager, call(exact_fn or fn, copy_args(given, torch.float64)), dtype)
+
+    drawing = False
+    for given in (args, *more):
+        found = measured(given)
+        try:
+            compare(found, dtype)
+        except WrongValue:
+            if draw is None or not near(found, dtype):
+                raise
+            drawing, made.redrawn = True, made.redrawn + 1
+            compare(_mean([measured(draw(i + 1)) for i in range(DRAWS)]), dtype, f" (root mean squares of {DRAWS} draws)")
+            drawing = False
     return made

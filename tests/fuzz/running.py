@@ -35,6 +35,7 @@ def run(example: Example, seed: int = 0, made: Compiled | None = None, device: s
         full=example.full,
         made=made,
         dynamo=dynamo,
+        draw=lambda i: arguments(example, seed + 1000 * i, device),
     )
     for site in made.sites:
         if site.reason.startswith(("analysis failed", "the graph could not be read")):

@@ -208,6 +208,10 @@ def _trained(*shape: int) -> Callable[[], list[Tensor]]:
 
 
 GRADIENTS = {
+    # Eager code's output requires no gradient.
+    "trained threshold": Case(
+        dropping(lambda t: (t > 0.1) & (torch.arange(6) > 0), -INF), lambda: [torch.randn(6, 1, requires_grad=True)], grad=False
+    ),
     "bias made without grad": Case(_alibi_without_grad, _trained(2)),
     "scale made without grad": Case(_scale_without_grad, _trained(1)),
     "clamped temperature at its bound": Case(

@@ -224,6 +224,28 @@ item = attention[0]: f32[2, 4, 10, 8]
 return item
 """)
 
+    def test_dropout_in_float32(self) -> None:
+        """As under autocast: only what goes into the product is rounded."""
+
+        def fn(q, k, v):
+            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+            weights = F.dropout(scores(q, k).softmax(-1, dtype=torch.float32), 0.1)
+            return weights.bfloat16() @ v
+
+        self.assertExpectedInline(self.text(fn, *self.qkv()), """\
+k: f32[2, 4, 14, 8]
+q: f32[2, 4, 10, 8]
+v: f32[2, 4, 14, 8]
+to = to(q, bfloat16): bf16[2, 4, 10, 8]
+to_1 = to(k, bfloat16): bf16[2, 4, 14, 8]
+to_2 = to(v, bfloat16): bf16[2, 4, 14, 8]
+dropout_seed = dropout_seed(to): i64[2]
+attention = flash_attention(to, to_1, to_2, captures=[dropout_seed])
+    attention(score=score * 0.35355339059327373, dropout=(0.1, 0))
+item = attention[0]: bf16[2, 4, 10, 8]
+return item
+""")
+
     def test_dropout_in_eval_mode(self) -> None:
         def fn(q, k, v):
             return F.dropout(scores(q, k).softmax(-1), 0.1, training=False) @ v

@@ -185,6 +185,14 @@ FAMILIES = [
         (1, 2, 1, 70, 37, 16, 16),
         normal("m"),
     ),
+    Family(
+        "biases_under_masks_dead_nan",
+        # What is added to a masked score gets no gradient, not even a row's NaN; what is added to the whole row does.
+        f"attention(score=(where({BOTTOM_RIGHT}, score + f0[kv_idx] - where(kv_idx < 9, f0[kv_idx], 0.0) * 0.5, -inf) + f1[b, h])"
+        " * 0.7)",
+        (1, 2, 1, 70, 37, 16, 16),
+        lambda shape, g: [*normal("n")(shape, g), *normal("b", "h")(shape, g)],
+    ),
     Family("causal_finite", f"attention(score=where({CAUSAL}, score * 0.2, -1000000000.0))", (1, 2, 1, 70, 70, 16, 16)),
     Family("dead_1e9", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -1000000000.0))"),
     Family("dead_finfo", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -3.4028234663852886e+38))"),
