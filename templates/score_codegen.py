@@ -209,6 +209,11 @@ def _needs_int64(e: Call) -> bool:
     return not all(in_int32(x) for x in (*integers, *([e] if e.kind == INT else [])))
 
 
+def _is_number(e: Expr) -> bool:
+    """A number, or a choice between numbers."""
+    return isinstance(e, Const) or (isinstance(e, Call) and e.fn == "where" and all(map(_is_number, e.args[1:])))
+
+
 class ScorePrinter:
     """Prints expressions into statements, remembering what is already computed.
 
@@ -243,11 +248,12 @@ class ScorePrinter:
         """Add the statement that computes ``expr`` as ``text``."""
         self.names[expr] = self._new(text)
 
-    def times(self, name: str, factor: Expr) -> str:
+    def times(self, name: str, factor: Expr, nan: bool = True) -> str:
         """Text of ``name * factor``, after adding the statements that compute ``factor``.
 
         A factor ``where(c, x, 0)``, or a sum with such a term, is what differentiating a mask gives. It selects instead of
-        multiplying, so that a NaN of a masked entry does not pass, as in autograd's formula for ``where``.
+        multiplying, so that a NaN of a masked entry does not pass, as in autograd's formula for ``where``. Without ``nan``, where
+        ``name`` is NaN only if operands are, a choice among several numbers multiplies all the same.
         """
         if factor == Const(1.0):
             return name
@@ -255,10 +261,14 @@ class ScorePrinter:
             return "0.0"
         if isinstance(factor, Call) and selects(factor):
             if factor.fn == "add":
-                return " + ".join(f"({self.times(name, x)})" for x in factor.args)
+                return " + ".join(f"({self.times(name, x, nan)})" for x in factor.args)
             condition, *branches = factor.args
+            if any(isinstance(x, Call) for x in branches) and _is_number(factor):
+                # A choice of numbers, as of a clamp: one multiplication, where selecting branch by branch has one for each.
+                number = self.emit(factor)
+                return f"tl.where({number} == 0.0, 0.0, {name} * {number})" if nan else f"{name} * {number}"
             text = self.emit(condition)
-            return f"tl.where({text}, {', '.join(self.times(name, x) for x in branches)})"
+            return f"tl.where({text}, {', '.join(self.times(name, x, nan) for x in branches)})"
         return f"{name} * ({self.emit(factor)})"
 
     def _new(self, text: str) -> str:

@@ -89,7 +89,8 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     mask = ScorePrinter(problem.captures, "k")
     logit_text = logit.emit(body)
     mask_text = f'tl.where({mask.emit(form.rest)}, logit, float("-inf"))'
-    slope_text = gradient.times("p", slope)
+    may_skip = program.masked.fill is None or program.masks_exactly
+    slope_text = gradient.times("p", slope, nan=not may_skip)
     unpack = [*unpacked("values", values), *unpacked("rows", rows)]
     functions: list[Function] = [
         ("score_values", "b_idx, h_idx, kv_idx, Q_LEN, KV_LEN, captures", head.lines, as_tuple(values)),
@@ -102,7 +103,6 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
         functions = [f for f in functions if f[0] == "score_masked"]
     text, arguments, digest = written(functions, (head, tile, logit, gradient, mask), problem, fixed)
     ranges, range_arguments = tile_ranges(program, form.rest, problem, fixed)
-    may_skip = program.masked.fill is None or program.masks_exactly
     masked = form.rest != TRUE
     skip = True if may_skip else False if masked else None
     heavy = not form.plain and (slope != Const(1.0) or bool(rows))
