@@ -112,7 +112,9 @@ def _binary(e: Call, dx: Expr, dy: Expr) -> Expr:
         )
     if e.fn in ("minimum", "maximum"):
         above, below = (dx, dy) if e.fn == "maximum" else (dy, dx)
-        tie = times(_plus(dx, dy), _HALF)
+        tie = _plus(dx, dy)
+        # Not inside of a where: what is shared with the other branches stays shared.
+        tie = tie if tie == _ZERO else call("mul", tie, _HALF)
         return call("where", call("gt", x, y), above, call("where", call("lt", x, y), below, tie))
     if e.fn == "pow":
         return _plus(times(dx, _pow_in_base(x, y)), times(dy, _pow_in_exponent(x, y, e)))

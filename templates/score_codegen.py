@@ -210,8 +210,10 @@ def _needs_int64(e: Call) -> bool:
 
 
 def _is_number(e: Expr) -> bool:
-    """A number, or a choice between numbers."""
-    return isinstance(e, Const) or (isinstance(e, Call) and e.fn == "where" and all(map(_is_number, e.args[1:])))
+    """A number, a choice between numbers, or a product of such."""
+    if not isinstance(e, Call):
+        return isinstance(e, Const)
+    return e.fn in ("where", "mul") and all(map(_is_number, e.args[e.fn == "where" :]))
 
 
 class ScorePrinter:
