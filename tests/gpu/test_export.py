@@ -44,21 +44,34 @@ class Model(nn.Module):
         return s.softmax(-1) @ v
 
 
+def exported(model: nn.Module, args: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    n = torch.export.Dim("n", min=2, max=4096)
+    with torch.no_grad():
+        return torch.export.export(model, args, dynamic_shapes=({2: n},) * 3)
+
+
+def run(path: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Loads the package in a process of its own and runs it on ``inputs.pt``."""
+    command = [sys.executable, "-X", "faulthandler", "-c", RUN, path, str(folder / "inputs.pt"), str(folder / "out.pt")]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_package_holds_the_kernels(tmp_path: Path, dtype: torch.dtype) -> None:
     model = Model().to("cuda", dtype).eval()
     args = tuple(torch.randn(2, 4, 300, 64, device="cuda", dtype=dtype) for _ in range(3))
-    n = torch.export.Dim("n", min=2, max=4096)
-    with torch.no_grad():
-        program = torch.export.export(model, args, dynamic_shapes=({2: n},) * 3)
     with collecting() as report:
-        path = fa_inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        path = fa_inductor.aoti_compile_and_package(exported(model, args), package_path=str(tmp_path / "model.pt2"))
     assert [s.status for s in report.sites] == ["fused", "fused"], str(report)
     for length in (300, 77):
         given = tuple(x[:, :, :length].contiguous() for x in args)
         torch.save(given, tmp_path / "inputs.pt")
-        command = [sys.executable, "-X", "faulthandler", "-c", RUN, path, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        done = run(path, tmp_path)
+        if done.returncode < 0:
+            # With torch 2.11.0+cu130 on an H200 a package without us died of the same signal, before it was loaded.
+            plain = torch._inductor.aoti_compile_and_package(exported(model, args), package_path=str(tmp_path / "plain.pt2"))
+            if run(plain, tmp_path).returncode == done.returncode:
+                pytest.skip(f"a package by Inductor alone dies of signal {-done.returncode} here too")
         said = f"exit code {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
         assert done.returncode == 0, said
         got = torch.load(tmp_path / "out.pt")
