@@ -239,24 +239,25 @@ def _descriptor(element: str, *block: int) -> str:
 def _gluon_forward(request: GluonRequest, c: GluonConfig) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """(kernel, types of the arguments that are no i32, constants)."""
     from fa_inductor.templates.sm90 import launch
-    from fa_inductor.templates.sm90.gluon_forward import flash_forward
 
     d, dv = request.qk_dim, request.v_dim
     tiles = {"q": (64, d), "k": (c.keys, d), "v": (c.keys, dv), "o": (64, dv)}
     signature = {f"{name}_desc": _descriptor("bf16", 1, 1, *tile) for name, tile in tiles.items()}
     signature |= {"lse": "*fp32", "counter": "*i32", "scale": "fp32", "cap": "fp32"}
-    constants = {**launch.constants(c, d, dv), "DEAD_ZERO": False}
     if not request.program:
-        return flash_forward, signature, constants
+        flags = {"EVEN": request.even, "HAS_LOW": request.has_low, "HAS_HIGH": request.has_high, "SOFTCAP": request.softcap}
+        kernel, constants = launch.kernel_of(c, d, dv, None, {**flags, "DEAD_ZERO": False})
+        return kernel, signature, constants | {name: None for name in ("captures", "ranges") if name in kernel.arg_names}
     from fa_inductor.templates.sm90.form import forward_form_of
-    from fa_inductor.templates.sm90.forward_source import forward_kernel, forward_source_of
+    from fa_inductor.templates.sm90.forward_source import forward_source_of
 
     spec, problem, strides = _operands(request)
     source, form = forward_source_of(spec, problem, strides), forward_form_of(Program.of(spec, problem).spec)
     assert not isinstance(form, str), form
     more, absent = _named(request, source)
-    flags = {"EVEN": request.length % c.keys == 0, **_ends(form), **source.constants}
-    return forward_kernel(source), signature | more, {**constants, **flags, **absent}
+    flags = {"EVEN": request.length % c.keys == 0, "DEAD_ZERO": False, **_ends(form)}
+    kernel, constants = launch.kernel_of(c, d, dv, source, flags)
+    return kernel, signature | more, constants | absent
 
 
 def _gluon_fp8(request: GluonRequest, c: Fp8Config) -> tuple[Any, dict[str, str], dict[str, Any]]:

@@ -110,6 +110,8 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
 
 
 @lru_cache(maxsize=512)
-def forward_kernel(source: ForwardSource) -> Any:
-    """The jitted Gluon kernel; needs triton."""
+def forward_kernel(source: ForwardSource, stream: bool = False) -> Any:
+    """The jitted Gluon kernel; needs triton. ``stream``: the one of :mod:`~fa_inductor.templates.sm90.gluon_stream`."""
+    if stream:
+        return module_with("gluon_stream", f"{source.name}_stream", source.text).flash_forward
     return module_with("gluon_program_forward", source.name, source.text).flash_forward

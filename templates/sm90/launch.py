@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -40,6 +40,8 @@ class GluonConfig:
         ping_pong: whether consumers take turns in issuing products.
         schedule: "tile": a program a tile; "static": a program an SM, which takes every n-th tile; "dynamic": a program an
             SM, which takes the next tile that nobody has taken.
+        stream: whether tiles of queries follow each other in one loop (:mod:`~fa_inductor.templates.sm90.gluon_stream`), of 2
+            consumers and where shared memory holds two tiles of queries for each.
     """
 
     keys: int
@@ -49,6 +51,7 @@ class GluonConfig:
     section: int = 8
     ping_pong: bool = True
     schedule: str = "dynamic"
+    stream: bool = False
 
 
 #: By padded head dim of queries and keys. Forward, TFLOP/s of calls past torch.compile on an H200 (torch 2.11, triton 3.6, bf16,
@@ -63,16 +66,16 @@ CONFIGS = {
 
 
 #: Under a mask with few keys, half as many of them a tile, for less of a tile lies outside the mask, and no counter to fill
-#: before the kernel: D128 S512 causal 343 TFLOP/s (343; another run 341, 351), dynamic 339, with the tiles above 324; with 2048
-#: keys it is 520 and 563.
+#: before the kernel: D128 S512 causal 343 TFLOP/s of calls (343; another run 341, 351), dynamic 339, with the tiles above 324; with
+#: 2048 keys it is 520 and 563. With one loop, in CUDA graphs of one run, 323 (cuDNN 306, two loops 308).
 SHORT = 512
-MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False, schedule="static")}
+MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False, schedule="static", stream=True)}
 
 
 #: Where the mask compares queries with keys, as within documents: their ends lie anywhere in a tile, and the mask's loads need
 #: registers. D128, documents of log-normal length (32768 tokens, causal), TFLOP/s of the scores that are kept: 422, with the
-#: tiles above 396, with these and turns 407. Lengths inside of a tile were not run with them.
-COMPARING = {128: GluonConfig(64, 4, ping_pong=False)}
+#: tiles above 396, with these and turns 407. Lengths inside of a tile were not run with them. With one loop, in one run, 450 (444).
+COMPARING = {128: GluonConfig(64, 4, ping_pong=False, stream=True)}
 
 
 def config_of(dim: int, keys: int, masked: bool, compares: bool = False) -> GluonConfig:
@@ -81,6 +84,36 @@ def config_of(dim: int, keys: int, masked: bool, compares: bool = False) -> Gluo
     if compares and dim in COMPARING and keys % COMPARING[dim].keys == 0:
         return COMPARING[dim]
     return MASKED_SHORT.get(dim, CONFIGS[dim]) if masked and keys <= SHORT else CONFIGS[dim]
+
+
+def _streams(config: GluonConfig, d_pad: int, v_pad: int, source: ForwardSource | None, flags: Mapping[str, bool]) -> bool:
+    """Whether a configuration's tiles of queries follow each other in one loop: of what was timed that way."""
+    if not config.stream or d_pad != v_pad or flags["HAS_LOW"] or flags["SOFTCAP"] or not flags["EVEN"]:
+        return False
+    if source is not None and (not source.plain or source.wide or source.sinks or not (source.ranges and flags["HAS_HIGH"])):
+        return False
+    tiles = CONSUMER_ROWS * config.consumers * (2 * d_pad + v_pad) + config.stages * config.keys * (d_pad + v_pad)
+    return config.consumers == 2 and 2 * tiles + BARRIERS <= SHARED
+
+
+def kernel_of(
+    config: GluonConfig, d_pad: int, v_pad: int, source: ForwardSource | None, flags: Mapping[str, bool]
+) -> tuple[Any, dict[str, Any]]:
+    """(the jitted kernel, all of its compile-time arguments).
+
+    Args:
+        source: a program's text where it has one. flags: EVEN, HAS_LOW, HAS_HIGH, SOFTCAP and DEAD_ZERO.
+    """
+    from fa_inductor.templates.sm90 import gluon_forward, gluon_stream
+
+    made = {**constants(config, d_pad, v_pad), **flags}
+    if _streams(config, d_pad, v_pad, source, flags):
+        del made["OWN_O"]
+        kernel = gluon_stream.flash_forward if source is None else forward_kernel(source, True)
+        return kernel, {**made, "MASKED": source is not None, "SINKS": 0}
+    if source is None:
+        return gluon_forward.flash_forward, made
+    return forward_kernel(source), {**made, **source.constants}
 
 
 def _own_output(config: GluonConfig, d_pad: int, v_pad: int) -> bool:
@@ -141,8 +174,6 @@ class Forward:
         captures: Sequence[Tensor] = (),
         sizes: Sequence[int] = (),
     ) -> None:
-        from fa_inductor.templates.sm90.gluon_forward import flash_forward
-
         b, hq, m, d = q.shape
         hkv, n, dv = k.shape[1], k.shape[2], v.shape[3]
         d_pad, v_pad = padded(d), padded(dv)
@@ -166,10 +197,8 @@ class Forward:
             "EVEN": n % config.keys == 0, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
             "SOFTCAP": softcap is not None, "DEAD_ZERO": dead_zero,
         }  # fmt: skip
-        kernel = flash_forward
-        if source is not None:
-            kernel, flags = forward_kernel(source), {**flags, **source.constants}
-        self.programmed = source is not None
+        kernel, made = kernel_of(config, d_pad, v_pad, source, flags)
+        self.programmed = source is not None or "ranges" in kernel.arg_names
         self.arguments = Captured(source.arguments if source else (), captures, sizes)
         self.ranges: Launcher | None = None
         if source is not None and source.ranges:
@@ -177,9 +206,9 @@ class Forward:
             self.range_size = (b, blocks, 4)
             self.range_arguments = Captured(source.range_arguments, captures, sizes)
             self.range_numbers = (m, n, -FAR if low is None else low, FAR if high is None else high)
-            made = {"BLOCK_M": CONSUMER_ROWS, "BLOCK_N": config.keys}
-            self.ranges = Launcher(range_kernel(source.ranges), (b * blocks, 1, 1), made)
-        self.launcher = Launcher(kernel, (programs, 1, 1), {**constants(config, d_pad, v_pad), **flags})
+            blocked = {"BLOCK_M": CONSUMER_ROWS, "BLOCK_N": config.keys}
+            self.ranges = Launcher(range_kernel(source.ranges), (b * blocks, 1, 1), blocked)
+        self.launcher = Launcher(kernel, (programs, 1, 1), made)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """(out [B, Hq, M, Dv] in the layout's order, lse [B, Hq, M] float32)."""

@@ -119,6 +119,17 @@ def test_lengths_of_tiles() -> None:
             check_captured(name, (3, 4, 2, 768, 1152), (dim, dim), torch.bfloat16)
 
 
+def test_one_loop() -> None:
+    """Few keys under a mask, and documents: tiles of queries that follow each other in one loop, of more tiles than processors."""
+    torch.manual_seed(0)
+    dims = (128, 128)
+    for name in ("causal", "bottom_right", "strict_nan"):
+        for i, shape in enumerate([(4, 32, 8, 512, 512), (2, 4, 2, 300, 384), (3, 40, 40, 450, 320), (1, 1, 1, 1, 64)]):
+            check(f"attention({PROGRAMS[name]})", shape, dims, (torch.bfloat16, torch.float16)[i % 2], [])
+    for shape in ((2, 40, 8, 1024, 1024), (3, 4, 2, 700, 1152), (1, 2, 2, 65, 320)):
+        check_captured("documents", shape, dims, torch.bfloat16)
+
+
 def random_band() -> tuple[str, tuple[int, ...]]:
     """A program with a random band, and a shape to run it on."""
     group, hkv = random.choice([1, 2, 3, 8]), random.choice([1, 2, 5])

@@ -177,6 +177,13 @@ def _pass_turn(turn: Pointer, number: Any) -> None:
     turn.flat[turn.offset] = number
 
 
+def _take(turns: list[threading.Semaphore]) -> Callable[[int], None]:
+    def take(w: int) -> None:
+        assert turns[w].acquire(timeout=STUCK), "a thread waits for ever"
+
+    return take
+
+
 class Bits:
     """Bytes that become numbers as they are."""
 
@@ -264,7 +271,7 @@ class Program:
 
 
 #: What is not run as written: additions by TMA, and assembly.
-_REPLACED = ("tma_add", "wait_for_turn", "pass_turn")
+_REPLACED = ("tma_add", "wait_for_turn", "pass_turn", "take_turn", "give_turn")
 
 
 def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
@@ -292,6 +299,8 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             if plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
                 namespace[name] = _in(plain, namespace)
         namespace.update(accumulator_layout=lambda _: None, column=lambda x, _: x[:, None])
+        turns = [threading.Semaphore(0), threading.Semaphore(0)]
+        namespace.update(take_turn=_take(turns), give_turn=lambda w, turns=turns: turns[1 - w].release())
         namespace.update(bits=lambda x: x.view(torch.int32), float_of=lambda x: x.view(torch.float32))
         _in(kernel.fn, namespace)(*arguments, **constants)
 

@@ -218,6 +218,7 @@ def test_programs(name: str, arch: int) -> None:
         ((128, 128), {"has_high": True}, 4096, 0),
         ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 4096, 8),
         ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}, 500, 0),
+        ((128, 128), {"has_high": True}, 512, 0),
         ((128, 64), {"has_high": True}, 4096, 0),
         ((256, 256), {"has_high": True, "even": False}, 4096, 0),
         ((256, 128), {"has_high": True, "has_low": True}, 4096, 0),

@@ -118,19 +118,43 @@ def test_fp8(name: str, format: str, two_levels: bool) -> None:
     check(out, lse, fp8.rounded(q, k, v, format), case, 0.03)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", list(CASES))
-def test_16_bit(name: str) -> None:
-    from fa_inductor.templates.sm90.gluon_forward import flash_forward
+def test_16_bit(name: str, stream: bool) -> None:
+    from fa_inductor.templates.sm90 import gluon_forward, gluon_stream
 
     case = CASES[name]
     q, k, v = (t.half() for t in operands(case))
     out, lse = results(case, torch.float16)
-    made = constants(case, OWN_O=True)
+    made = constants(case, **({"CONSUMERS": 2, "MASKED": False, "SINKS": 0} if stream else {"OWN_O": True}))
+    flash_forward = (gluon_stream if stream else gluon_forward).flash_forward
     (d, dv), keys = case.dims, made["KEYS"]
     tiles = ((q, 64, d), (k, keys, d), (v, keys, dv), (out, 64, dv))
     arguments = [*(Descriptor(t, (1, 1, *tile)) for t, *tile in tiles), Pointer(lse)]
-    launch(flash_forward, case.programs, [*arguments, *numbers(case)], made)
+    launch(flash_forward, case.programs, [*arguments, *numbers(case), *([None, None] if stream else [])], made)
     check(out.float(), lse, (q.float(), k.float(), v.float()), case, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dims", "stream"),
+    [
+        ({}, (128, 128), True),
+        ({"HAS_LOW": True}, (128, 128), False),
+        ({"SOFTCAP": True}, (128, 128), False),
+        ({"EVEN": False}, (128, 128), False),
+        ({}, (128, 64), False),
+        ({}, (256, 256), False),
+    ],
+)
+def test_which_kernel(changes: dict[str, bool], dims: tuple[int, int], stream: bool) -> None:
+    """One loop for what was timed so and fits into shared memory; the constants are those that the kernel has."""
+    from fa_inductor.templates.sm90 import gluon_forward, gluon_stream, launch
+
+    flags = {"EVEN": True, "HAS_LOW": False, "HAS_HIGH": True, "SOFTCAP": False, "DEAD_ZERO": False, **changes}
+    kernel, made = launch.kernel_of(launch.config_of(128, 512, True), *dims, None, flags)
+    assert kernel is (gluon_stream if stream else gluon_forward).flash_forward
+    assert set(kernel.arg_names[-len(made) :]) == set(made)
+    assert launch.kernel_of(launch.config_of(128, 4096, True), *dims, None, flags)[0] is gluon_forward.flash_forward
 
 
 BACKWARD = {
