@@ -23,8 +23,9 @@ class Fp8Config:
 
     Attributes:
         keys: divides SCALE_KEYS. two_levels: the output is summed outside of the tensor cores, whose sums of FP8 products have
-            so few bits that they drift: with 16384 keys and values of mean 1 an H200 gave 0.81 for 1.00 without. raises: tiles
-            of keys take the rows' maxima as integers, three numbers an instruction.
+            so few bits that they drift: with 16384 keys and values of mean 1 an H200 gave 0.81 for 1.00 without. parts: of the
+            output's columns, whose products with V follow each other; more than one needs two_levels. raises: tiles of keys
+            take the rows' maxima as integers, three numbers an instruction.
     """
 
     keys: int
@@ -35,15 +36,17 @@ class Fp8Config:
     ping_pong: bool = True
     schedule: str = "dynamic"
     two_levels: bool = True
+    parts: int = 1
     raises: bool = False
 
 
-#: By padded head dim of queries and keys. At 256 two levels do not fit the registers. TFLOP/s on an H200 in one run, 4096 keys,
-#: unmasked and causal: D64 520 and 464; in turns 501 and 460, with three consumers of 160 registers 512 and 347. In another run
-#: D128 808 and 789, without ``raises`` 724 and 694 (benchmarks/notes/fp8.md).
+#: By padded head dim of queries and keys. TFLOP/s on an H200 in one run, 4096 keys, unmasked and causal: D64 520 and 464; in turns
+#: 501 and 460, with three consumers of 160 registers 512 and 347. In another run D128 808 and 789, without ``raises`` 724 and 694
+#: (benchmarks/notes/fp8.md). D256 spills nothing in its loops and was not run on a GPU: ``form.fp8_refusal`` leaves it out.
 CONFIGS = {
     64: Fp8Config(128, 2, ping_pong=False),
     128: Fp8Config(128, 2, raises=True),
+    256: Fp8Config(64, 2, parts=4),
 }
 
 
@@ -58,6 +61,7 @@ def constants(config: Fp8Config) -> dict[str, Any]:
         "REGISTERS": config.registers,
         "PING_PONG": config.ping_pong,
         "TWO_LEVELS": config.two_levels,
+        "PARTS": config.parts,
         "RAISES": config.raises,
     }
 

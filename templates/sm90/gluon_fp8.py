@@ -8,12 +8,14 @@ The scales of q and k and the scale of the softmax make one factor a row and til
 the shift makes them as large as e4m3 takes, less what a block of V is scaled lower than the largest block so far (``v_top``);
 the sum of weights is shifted back. With TWO_LEVELS each tile's product is added to the output outside of the tensor cores: these
 keep, of 32 products and the sum so far, 13 bits below the leading one of the largest, and cut off the rest (measured on an H200).
-Over a tile of 128 keys that takes at most 33 * 2.5 * 2^-13 = 1.0 % from a sum of equal signs, 0.4 % were measured.
+Over a tile of 128 keys that takes at most 33 * 2.5 * 2^-13 = 1.0 % from a sum of equal signs, 0.4 % were measured. Where the
+output and a product of its size do not fit the registers, PARTS of its columns are multiplied one after the other.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -28,6 +30,7 @@ from fa_inductor.templates.sm90.gluon_forward import (
     store_output,
     tanh,
     tile_of,
+    tma_store,
 )
 
 
@@ -167,17 +170,37 @@ def softmax(
 
 
 @gluon.jit
+def zeros(shape: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr):
+    """PARTS tensors."""
+    # ruff: noqa: RUF005 - lists are added, the language has no starred expressions
+    made = ()
+    for _ in gl.static_range(PARTS):
+        made = made + (gl.zeros(shape, gl.float32, layout),)
+    return made
+
+
+@gluon.jit
+def part_of(v, i, PARTS: gl.constexpr):
+    """Columns [KEYS, V_DIM / PARTS] of V, which lies as v [V_DIM, KEYS]."""
+    WIDTH: gl.constexpr = v.shape[0] // PARTS
+    if PARTS > 1:
+        v = v.slice(i * WIDTH, WIDTH, 0)
+    return v.permute((1, 0))
+
+
+@gluon.jit
 def step(
     i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc, v_top, alpha,
     k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
     W: gl.constexpr, EDGE: gl.constexpr, RAISED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, RAISES: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, TWO_LEVELS: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, TWO_LEVELS: gl.constexpr, PARTS: gl.constexpr, SCALE_KEYS: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns.
 
-    With TWO_LEVELS ``alpha`` is what the output before tile ``i - 1`` is multiplied with; else that has happened.
+    ``acc``: PARTS tensors of columns. With TWO_LEVELS ``alpha`` is what the output before tile ``i - 1`` is multiplied with; else
+    that has happened. The first part's product overlaps the softmax, each other one the sum of the part before.
     """
     stage = i % STAGES
     before = (i - 1) % STAGES
@@ -191,12 +214,12 @@ def step(
     k = k_smem.index(stage).reshape([KEYS, q.shape[1]]).permute((1, 0))
     s_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    v = v_smem.index(before).reshape([acc.shape[1], KEYS]).permute((1, 0))
+    v = v_smem.index(before).reshape([PARTS * acc[0].shape[1], KEYS])
     if TWO_LEVELS:
-        zero_o = gl.zeros([64, acc.shape[1]], gl.float32, O_LAYOUT)
-        o_token = warpgroup_mma(weights, v, zero_o, use_acc=False, is_async=True)
+        zero_o = gl.zeros([64, acc[0].shape[1]], gl.float32, O_LAYOUT)
+        o_token = warpgroup_mma(weights, part_of(v, 0, PARTS), zero_o, use_acc=False, is_async=True)
     else:
-        o_token = warpgroup_mma(weights, v, acc, is_async=True)
+        o_token = warpgroup_mma(weights, part_of(v, 0, PARTS), acc[0], is_async=True)
     if PING_PONG:
         mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
     s = warpgroup_mma_wait(1, deps=[s_token])
@@ -205,25 +228,33 @@ def step(
         s, m, denom, row_factor * k_scale, scale, v_top, v_scale, row_first, n, kv_len, low, high,
         EDGE, RAISES, RAISED, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, S_LAYOUT,
     )  # fmt: skip
-    # ptxas puts the exponentials behind the wait for the product that they should overlap; over a loop it does not move them.
-    # So here is the loop of a wait on a barrier that is complete already.
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    if PARTS == 1:
+        # ptxas puts the exponentials behind the wait for the product that they should overlap; over a loop it does not move them.
+        # So here is the loop of a wait on a barrier that is complete already. With more parts that takes registers that are not
+        # there; the other consumer's products overlap the exponentials then.
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    made = ()
+    for part in gl.static_range(PARTS - 1):
+        next_token = warpgroup_mma(weights, part_of(v, part + 1, PARTS), zero_o, use_acc=False, is_async=True)
+        done = warpgroup_mma_wait(1, deps=[o_token])
+        made = made + (acc[part] * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None] + done,)
+        o_token = next_token
     done = warpgroup_mma_wait(0, deps=[o_token])
     p = moved(p)
     mbarrier.arrive(v_empty.index(before))
     if TWO_LEVELS:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None] + done
+        made = made + (acc[PARTS - 1] * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None] + done,)
     else:
-        acc = done * gl.convert_layout(alpha_new, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return p, m, denom, acc, v_top, alpha_new
+        made = (done * gl.convert_layout(alpha_new, gl.SliceLayout(1, O_LAYOUT))[:, None],)
+    return p, m, denom, made, v_top, alpha_new
 
 
 @gluon.jit
 def consumer(
     W: gl.constexpr, operands, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
     DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr,
-    RAISES: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
-    DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    PARTS: gl.constexpr, RAISES: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
 ):  # fmt: skip
     (
         o_desc, lse, q_scales, k_scales, v_scales, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty,
@@ -231,7 +262,7 @@ def consumer(
         total_heads, group,
     ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
-    O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM // PARTS)
     # Integers are ordered as they are.
     LIFTS: gl.constexpr = RAISES and not SOFTCAP and q_smem.dtype != gl.int8
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
@@ -251,7 +282,7 @@ def consumer(
         row_first = q_first + W * 64
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         denom = partial_sums(gl.zeros([64, KEYS], gl.float32, S_LAYOUT), KEYS)
-        acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
+        acc = zeros([64, V_DIM // PARTS], O_LAYOUT, PARTS)
         rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         row_base = (b * num_heads + h).to(gl.int64) * q_len
         q_scale = gl.load(q_scales + row_base + gl.minimum(rows, q_len - 1))
@@ -276,7 +307,7 @@ def consumer(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
                     W, True, False, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
-                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    PARTS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         full = gl.maximum(end - full_end, 1)
         # A maximum that is raised to 0 costs less. The largest weight then is at least 448 / 2^4 in a row, of the 14 powers of two
@@ -287,7 +318,7 @@ def consumer(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
                     W, False, True, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
-                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    PARTS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         else:
             for j in range(full, end - full_first):
@@ -295,7 +326,7 @@ def consumer(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
                     W, False, False, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
-                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    PARTS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         if HAS_LOW:
             for j in range(gl.maximum(end - full_first, 1), end - first):
@@ -303,7 +334,7 @@ def consumer(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     p, m, denom, acc, v_top, alpha, k_scales, v_scales, scale_base, row_factor, scale, row_first, kv_len, low, high,
                     W, True, False, KEYS, STAGES, CONSUMERS, PING_PONG, RAISES, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, TWO_LEVELS,
-                    SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    PARTS, SCALE_KEYS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(W))
         work = next_tile(work, work_smem, work_full, work_empty, done, DYNAMIC)
@@ -313,11 +344,14 @@ def consumer(
 
         last = loaded - 1
         mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        v = v_smem.index(last % STAGES).reshape([V_DIM, KEYS]).permute((1, 0))
-        if TWO_LEVELS:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        acc = warpgroup_mma(unpack(p, KEYS, P_LAYOUT), v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        v = v_smem.index(last % STAGES).reshape([V_DIM, KEYS])
+        made = ()
+        for part in gl.static_range(PARTS):
+            sums = acc[part]
+            if TWO_LEVELS:
+                sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            sums = warpgroup_mma(unpack(p, KEYS, P_LAYOUT), part_of(v, part, PARTS), sums, is_async=True)
+            made = made + (warpgroup_mma_wait(0, deps=[sums]),)
         mbarrier.arrive(v_empty.index(last % STAGES))
 
         denom = gl.convert_layout(gl.sum(denom, 1), gl.SliceLayout(1, S_LAYOUT))
@@ -325,8 +359,16 @@ def consumer(
         if DEAD_ZERO:
             denom = gl.where(denom == 0.0, 1.0, denom)
         # The weights were made 448 times as large.
-        acc = acc * gl.convert_layout(v_top * 0.002232142857142857 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        store_output(acc, o_desc, o_tile, q_empty.index(W), b, h, row_first, V_DIM, True)
+        by = gl.convert_layout(v_top * 0.002232142857142857 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if PARTS == 1:
+            store_output(made[0] * by, o_desc, o_tile, q_empty.index(W), b, h, row_first, V_DIM, True)
+        else:
+            tma.store_wait(0)
+            for part in gl.static_range(PARTS):
+                columns = o_tile.reshape([64, V_DIM]).slice(part * (V_DIM // PARTS), V_DIM // PARTS, 1)
+                columns.store((made[part] * by).to(o_tile.dtype))
+            fence_async_shared()
+            tma_store(o_desc, [b, h, row_first, 0], o_tile)
     tma.store_wait(0)
 
 
@@ -336,8 +378,9 @@ def fp8_forward(
     q_desc, k_desc, v_desc, o_desc, lse, q_scales, k_scales, v_scales, counter, scale, cap, q_len, kv_len, low, high, num_heads,
     total_heads, group,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr, DYNAMIC: gl.constexpr,
-    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, RAISES: gl.constexpr, EVEN: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, SCALE_KEYS: gl.constexpr,
+    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, TWO_LEVELS: gl.constexpr, PARTS: gl.constexpr, RAISES: gl.constexpr,
+    EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr,
+    SCALE_KEYS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
 
@@ -362,28 +405,28 @@ def fp8_forward(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
-                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, PARTS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
-                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, PARTS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (producer, (for_producer, None, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                0, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, PARTS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
-                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                1, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, PARTS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (consumer, (
-                2, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, RAISES, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
+                2, for_consumers, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, TWO_LEVELS, PARTS, RAISES,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, SCALE_KEYS,
             )),
             (producer, (for_producer, None, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -90,7 +90,7 @@ def test_cast(dim: int, format: str) -> None:
         torch.testing.assert_close(got, true, rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (96, 96)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (96, 96), (256, 256)])
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_gluon(name: str, dims: tuple[int, int]) -> None:
     hopper()

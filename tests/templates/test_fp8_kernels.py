@@ -66,6 +66,10 @@ def test_integers(arch: int) -> None:
         ((128, 128), {"has_high": True}),
         ((128, 128), {"even": False, "has_high": True, "has_low": True, "softcap": True}),
         ((128, 64), {"has_high": True, "has_low": True}),
+        ((256, 256), {}),
+        ((256, 256), {"has_high": True}),
+        ((256, 256), {"even": False, "has_high": True, "has_low": True, "softcap": True}),
+        ((256, 128), {"has_high": True, "integer": True}),
     ],
 )
 def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
@@ -80,7 +84,9 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool]) -> None:
     assert "serialized" not in found["assembler"], found["assembler"]
     # At most four constants of a thread, which are stored before the first tile: that is where ``raises`` puts the addresses of
     # its one reduction over the warps. Masked, on an H200, that kernel was 1.14x the one before it, which has none on the stack.
-    assert found["stack"] <= (16 if CONFIGS[dims[0]].raises and not options.get("integer") else 0)
+    # With four parts up to ten, stored and read once a tile of queries.
+    limit = 40 if dims == (256, 256) else 16 if CONFIGS[dims[0]].raises and not options.get("integer") else 0
+    assert found["stack"] <= limit
     assert found["local"] == 0
 
 

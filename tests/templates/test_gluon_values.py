@@ -98,9 +98,28 @@ def results(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("format", "two_levels"), [("e4m3", False), ("e4m3", True), ("int8-e4m3", False)])
 @pytest.mark.parametrize("name", list(CASES))
 def test_fp8(name: str, format: str, two_levels: bool) -> None:
+    run_fp8(CASES[name], format, two_levels)
+
+
+#: With head dims at which the output is computed in parts.
+WIDE = {
+    "plain": Case("score=score * 0.1", {}, (1, 2, 1, 130, 300), (256, 256), {"KEYS": 64}),
+    "causal": Case(_CAUSAL, {"high": 0}, (1, 2, 2, 200, 256), (256, 256), {"KEYS": 64, "PING_PONG": False}),
+    "band_zero": Case(
+        f"{_BAND}, dead_rows='zero'", {"low": -40, "high": 30}, (1, 2, 1, 300, 190), (256, 128), {"KEYS": 64, "DYNAMIC": False}
+    ),
+}
+
+
+@pytest.mark.parametrize("format", ["e4m3", "int8-e4m3"])
+@pytest.mark.parametrize("name", list(WIDE))
+def test_fp8_in_parts(name: str, format: str) -> None:
+    run_fp8(WIDE[name], format, True, 4)
+
+
+def run_fp8(case: Case, format: str, two_levels: bool, parts: int = 1) -> None:
     from fa_inductor.templates.sm90.gluon_fp8 import fp8_forward
 
-    case = CASES[name]
     q, k, v = operands(case)
     small = fp8.cast_operands(q, k, v, format)
     index = torch.arange(small.v.shape[3])
@@ -108,7 +127,7 @@ def test_fp8(name: str, format: str, two_levels: bool) -> None:
     v8 = torch.empty_like(small.v)
     v8[..., place] = small.v
     out, lse = results(case, torch.float32)
-    made = constants(case, TWO_LEVELS=two_levels, RAISES=two_levels or format != "e4m3", SCALE_KEYS=128)
+    made = constants(case, TWO_LEVELS=two_levels, PARTS=parts, RAISES=two_levels or format != "e4m3", SCALE_KEYS=128)
     (d, dv), keys = case.dims, made["KEYS"]
     tiles = ((small.q, 64, d), (small.k, keys, d), (v8, dv, keys), (out, 64, dv))
     arguments = [Descriptor(t, (1, 1, *tile)) for t, *tile in tiles]
