@@ -55,7 +55,8 @@ def _of_call(e: Call, known: dict[Expr, Expr]) -> Expr:
     if all(d == _ZERO for d in inner):
         return _ZERO
     if len(e.args) == 1:
-        return times(inner[0], _outer(e))
+        outer = _outer(e)
+        return times(inner[0], outer if e.fn == "relu" else number(outer))
     return _binary(e, *inner)
 
 
@@ -63,7 +64,8 @@ def times(d: Expr, factor: Expr) -> Expr:
     """``d * factor``, where a derivative of exactly 0 or 1 is structure, not a number to multiply by.
 
     So is the 0 of ``where(c, x, 0)``, which differentiating a mask gives: it stays the outermost, for who multiplies by the
-    derivative selects there (a NaN of a masked entry does not pass, as in autograd's formula for ``where``).
+    derivative selects there (a NaN of a masked entry does not pass, as in autograd's formula for ``where``). What multiplies
+    in eager code as well is wrapped by :func:`number`.
     """
     if _ZERO in (d, factor):
         return _ZERO
@@ -71,7 +73,15 @@ def times(d: Expr, factor: Expr) -> Expr:
         return factor
     if factor == _ONE:
         return d
-    return _inside(d, lambda x: times(x, factor)) or call("mul", d, factor)
+    return _inside(d, lambda x: times(x, factor)) or _inside(factor, lambda x: times(d, x)) or call("mul", d, factor)
+
+
+def number(e: Expr) -> Expr:
+    """``e`` as a number: a value that happens to be a choice with a 0, as of a mask of 0 and 1, is not to select by.
+
+    The cast does nothing, and :func:`~fa_inductor.expr.call` would fold it away.
+    """
+    return Call("cast_float", (e,), FLOAT) if selects(e) else e
 
 
 def _inside(d: Expr, of: Callable[[Expr], Expr]) -> Expr | None:
@@ -104,12 +114,9 @@ def _binary(e: Call, dx: Expr, dy: Expr) -> Expr:
     if e.fn == "sub":
         return _plus(dx, _negated(dy))
     if e.fn == "mul":
-        return _plus(times(dx, y), times(dy, x))
+        return _plus(times(dx, number(y)), times(dy, number(x)))
     if e.fn == "div":
-        return _plus(
-            _over(dx, y),
-            _negated(_over(times(dy, e), y)),
-        )
+        return _plus(_over(dx, y), _negated(_over(times(dy, number(e)), y)))
     if e.fn in ("minimum", "maximum"):
         above, below = (dx, dy) if e.fn == "maximum" else (dy, dx)
         tie = _plus(dx, dy)
@@ -132,7 +139,7 @@ def _over(d: Expr, y: Expr) -> Expr:
 def _pow_in_base(x: Expr, y: Expr) -> Expr:
     if isinstance(y, Const):
         p = float(y.value)
-        return _ZERO if p == 0 else times(Const(p), x) if p == 2 else times(call("pow", x, Const(p - 1.0)), Const(p))
+        return _ZERO if p == 0 else times(Const(p), number(x)) if p == 2 else times(call("pow", x, Const(p - 1.0)), Const(p))
     slope = call("mul", call("pow", x, call("sub", y, _ONE)), y)
     return call("where", call("eq", y, _ZERO), _ZERO, slope)
 

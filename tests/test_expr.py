@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_inductor import expr as ex
-from fa_inductor.derivative import d_load, d_score, derivative
+from fa_inductor.derivative import d_load, d_score, derivative, selects
 from fa_inductor.errors import ProgramError
 from fa_inductor.expr import (
     BOOL,
@@ -202,6 +202,15 @@ def test_derivative_of_forms(text: str) -> None:
 def test_the_zero_of_a_mask_stays_outermost(text: str, expected: str) -> None:
     """Whoever multiplies by it can select, so that a NaN of a masked entry does not pass."""
     assert str(d_load(parse(text), parse("f0[h]"))) == str(parse(expected))
+
+
+def test_a_factor_of_zeros_and_ones_multiplies() -> None:
+    """Eager code multiplies the gradient by it, and NaN times 0 is NaN."""
+    d = d_score(parse("score * 0.5 * where(kv_idx <= q_idx, 1.0, 0.0)"))
+    assert not selects(d)
+    assert "where" in str(d)
+    relu = d_score(parse("relu(score * 0.5)"))
+    assert selects(relu)  # autograd's formula selects
 
 
 def test_every_function_is_differentiated_or_has_no_derivative() -> None:

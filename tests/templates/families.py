@@ -193,6 +193,14 @@ FAMILIES = [
         (1, 2, 1, 70, 37, 16, 16),
         lambda shape, g: [*normal("n")(shape, g), *normal("b", "h")(shape, g)],
     ),
+    Family(
+        "mask_multiplied_dead_nan",
+        # Eager code multiplies the gradient by that mask, and a row's NaN passes.
+        "attention(score=(score * 0.3 + where(kv_idx >= i0[b], -inf, 0.0)) * where(kv_idx <= q_idx, 1.0, 0.0)"
+        " - where(kv_idx <= q_idx, 0.0, 10000.0))",
+        (2, 2, 1, 60, 37, 16, 16),
+        lambda shape, g: [torch.tensor([0, 9])],
+    ),
     Family("causal_finite", f"attention(score=where({CAUSAL}, score * 0.2, -1000000000.0))", (1, 2, 1, 70, 70, 16, 16)),
     Family("dead_1e9", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -1000000000.0))"),
     Family("dead_finfo", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -3.4028234663852886e+38))"),

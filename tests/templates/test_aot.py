@@ -225,7 +225,20 @@ def test_programs(name: str, arch: int) -> None:
     ],
 )
 def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: int, stack: int) -> None:
-    found = compiled(GluonRequest(*dims, config_of(dims[0], keys, "has_high" in options), **options))
+    check_gluon(compiled(GluonRequest(*dims, config_of(dims[0], keys, "has_high" in options), **options)), stack)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_gluon_forward_in_one_loop(documents: bool) -> None:
+    """The two forms that were timed."""
+    if documents:
+        config = replace(config_of(128, 4096, True, True), stream=True)
+        check_gluon(compiled(GluonRequest(128, 128, config, program=_DOCUMENTS, captures=(_IDS,), length=4096)), 0)
+    else:
+        check_gluon(compiled(GluonRequest(128, 128, replace(config_of(128, 512, True), stream=True), has_high=True)), 0)
+
+
+def check_gluon(found: dict[str, Any], stack: int) -> None:
     assert found["shared"] <= SHARED_LIMIT[90]
     assert found["instructions"]["wgmma"] > 0
     assert found["instructions"]["bulk_load"] > 0
