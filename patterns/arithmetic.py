@@ -34,6 +34,25 @@ def rounded(value: float, dt: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dt)) if is_float(dt) else value
 
 
+_HALF, _SINGLE = float(torch.finfo(torch.float16).max), float(torch.finfo(torch.float32).max)
+
+
+def absorbing(e: Expr) -> Expr:
+    """A summand of a float16 sum whose largest numbers leave as little of the other one as they do there.
+
+    ``s + finfo.min`` is ``finfo.min`` again, for the spacing of float16 is 32 there. The op adds in float32, where 65504 leaves all
+    of s; so rows with nothing but masked keys would not weigh them alike. The largest float32 absorbs s, and two of them
+    overflow, as two of the largest float16 do.
+    """
+    if isinstance(e, Const) and e.kind == FLOAT and abs(float(e.value)) == _HALF:
+        return Const(math.copysign(_SINGLE, float(e.value)))
+    if not isinstance(e, Call) or e.kind != FLOAT or e.fn not in ("where", "mul", "neg", "add", "sub"):
+        return e
+    first = e.fn == "where"
+    args = (*e.args[:first], *map(absorbing, e.args[first:]))
+    return e if args == e.args else call(e.fn, *args)
+
+
 class Arithmetic:
     """Conversions and pointwise building blocks under what a prover knows."""
 

@@ -104,6 +104,18 @@ INTEGERS = {
 
 # ----------------------------------------------------------------------------------- comparisons of values that round
 ROUNDING = {
+    # In float16 its smallest number leaves nothing of a score, and a row of nothing else weighs all keys alike.
+    "float16 fill that is added": Case(
+        changed(lambda s, m: s + (1.0 - m.to(s.dtype)) * torch.finfo(s.dtype).min),
+        lambda: [torch.tensor([[1, 1, 0, 1, 0, 1], [0] * 6])[:, None, None]], dtype=HALF,
+    ),
+    "two float16 fills": Case(
+        changed(
+            lambda s, m: s.masked_fill(torch.ones(6, 6).triu(1) > 0, torch.finfo(s.dtype).min)
+            + (1.0 - m.to(s.dtype)) * torch.finfo(s.dtype).min
+        ),
+        lambda: [torch.tensor([[1, 1, 0, 1, 0, 1], [0, 0, 1, 1, 1, 1]])[:, None, None]], dtype=HALF,
+    ),
     "float64 times": Case(
         dropping(lambda t: t[:, None] < t[None]), lambda: [torch.arange(6, dtype=torch.float64) + 1.7e9], grad=False
     ),
