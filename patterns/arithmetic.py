@@ -37,19 +37,25 @@ def rounded(value: float, dt: torch.dtype) -> float:
 _HALF, _SINGLE = float(torch.finfo(torch.float16).max), float(torch.finfo(torch.float32).max)
 
 
-def absorbing(e: Expr) -> Expr:
-    """A summand of a float16 sum whose largest numbers leave as little of the other one as they do there.
+def summands(a: Expr, b: Expr, dt: torch.dtype) -> tuple[Expr, Expr]:
+    """Both sides of a sum in ``dt``; in float16 the largest numbers in them leave as little of the other side as they do there.
 
     ``s + finfo.min`` is ``finfo.min`` again, for the spacing of float16 is 32 there. The op adds in float32, where 65504 leaves all
     of s; so rows with nothing but masked keys would not weigh them alike. The largest float32 absorbs s, and two of them
     overflow, as two of the largest float16 do.
     """
+    if dt is not torch.float16 or (is_choice_of_numbers(a) and is_choice_of_numbers(b)):
+        return a, b
+    return _absorbing(a), _absorbing(b)
+
+
+def _absorbing(e: Expr) -> Expr:
     if isinstance(e, Const) and e.kind == FLOAT and abs(float(e.value)) == _HALF:
         return Const(math.copysign(_SINGLE, float(e.value)))
     if not isinstance(e, Call) or e.kind != FLOAT or e.fn not in ("where", "mul", "neg", "add", "sub"):
         return e
     first = e.fn == "where"
-    args = (*e.args[:first], *map(absorbing, e.args[first:]))
+    args = (*e.args[:first], *map(_absorbing, e.args[first:]))
     return e if args == e.args else call(e.fn, *args)
 
 

@@ -22,7 +22,6 @@ from fa_inductor.expr import BOOL, FLOAT, INT, Call, Const, Expr, call, result_k
 from fa_inductor.patterns.arithmetic import (
     EXACT_INTEGER,
     Arithmetic,
-    absorbing,
     common_dtype,
     fits,
     is_choice_of_numbers,
@@ -30,6 +29,7 @@ from fa_inductor.patterns.arithmetic import (
     narrowed,
     rounded,
     settled,
+    summands,
 )
 from fa_inductor.patterns.index_map import broadcast, pull_view, slice_start
 from fa_inductor.patterns.prover import Prover
@@ -197,9 +197,7 @@ class Puller(Arithmetic):
             return (
                 self.leaf(node, index) if fn == "sub" else self.prover.or_(self.convert(a, BOOL), self.convert(b, BOOL))
             )
-        if dt is torch.float16 and not (is_choice_of_numbers(a) and is_choice_of_numbers(b)):
-            a, b = absorbing(a), absorbing(b)
-        return self.arithmetic(fn, a, b, dt)
+        return self.arithmetic(fn, *summands(a, b, dt), dt)
 
     def _op_add(self, node: fx.Node, index: Index) -> Expr:
         return self._sum(node, index, "add")
