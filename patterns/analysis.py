@@ -18,6 +18,7 @@ from torch import fx
 
 from fa_inductor.expr import BOOL, Call, Const, Expr, call, substitute
 from fa_inductor.patterns.anchor import ADDING, fresh_index, is_rearrangement, total_index
+from fa_inductor.patterns.arithmetic import summands
 from fa_inductor.patterns.captures import SideOperands
 from fa_inductor.patterns.guards import (
     Guard,
@@ -348,7 +349,8 @@ class Analysis:
         added = node.args[0]
         assert isinstance(added, fx.Node)
         if beta != 0:  # beta = 0 ignores the input, even where it is NaN
-            e = call("add", e, call("mul", side(added, broadcast(index, shape(added))), Const(float(beta))))  # type: ignore[arg-type]
+            other = call("mul", side(added, broadcast(index, shape(added))), Const(float(beta)))  # type: ignore[arg-type]
+            e = call("add", *summands(e, other, dtype(node)))
         return e
 
     def _score_operands(self, logits: Expr):  # type: ignore[no-untyped-def]

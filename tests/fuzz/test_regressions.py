@@ -109,6 +109,15 @@ ROUNDING = {
         changed(lambda s, m: s + (1.0 - m.to(s.dtype)) * torch.finfo(s.dtype).min),
         lambda: [torch.tensor([[1, 1, 0, 1, 0, 1], [0] * 6])[:, None, None]], dtype=HALF,
     ),
+    "float16 fill that a product adds": Case(
+        lambda q, k, v, m: F.softmax(
+            torch.baddbmm(
+                ((1.0 - m.to(q.dtype)) * torch.finfo(q.dtype).min).expand(2, 2, 6, 6).reshape(4, 6, 6),
+                q.reshape(4, 6, 8), k.reshape(4, 6, 8).mT, alpha=0.3,
+            ).view(2, 2, 6, 6), dim=-1,
+        ) @ v,
+        lambda: [torch.tensor([[1, 1, 0, 1, 0, 1], [0] * 6])[:, None, None]], dtype=HALF,
+    ),
     "two float16 fills": Case(
         changed(
             lambda s, m: s.masked_fill(torch.ones(6, 6).triu(1) > 0, torch.finfo(s.dtype).min)
