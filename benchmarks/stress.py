@@ -52,7 +52,7 @@ def work(seed: int, variants: int, one_loop: bool, indices: list[int], found: An
     from fa_inductor.templates.sm90 import form, launch
 
     if one_loop:
-        launch.SHORT, launch.MASKED_SHORT = 2**31, {d: replace(c, stream=True) for d, c in launch.MASKED_SHORT.items()}
+        launch.SHORT = 2**31
     form.FEWEST, form.LEAST_WORK, form.LEAST_BACKWARD_WORK = 1, 0.0, 0.0
     for start in range(0, len(indices), BLOCK):
         block = indices[start : start + BLOCK]

@@ -67,17 +67,15 @@ CONFIGS = {
 
 #: Under a mask with few keys, half as many of them a tile, for less of a tile lies outside the mask, and no counter to fill
 #: before the kernel: D128 S512 causal 343 TFLOP/s of calls (343; another run 341, 351), dynamic 339, with the tiles above 324; with
-#: 2048 keys it is 520 and 563. With one loop, in CUDA graphs of one run, 323 (cuDNN 306, two loops 308): not the default before
-#: random launches of it have been compared (``benchmarks.stress --one-loop``).
+#: 2048 keys it is 520 and 563. With one loop, in CUDA graphs of one run, 323 (cuDNN 306, two loops 308).
 SHORT = 512
-MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False, schedule="static")}
+MASKED_SHORT = {128: GluonConfig(64, 4, ping_pong=False, schedule="static", stream=True)}
 
 
 #: Where the mask compares queries with keys, as within documents: their ends lie anywhere in a tile, and the mask's loads need
 #: registers. D128, documents of log-normal length (32768 tokens, causal), TFLOP/s of the scores that are kept: 422, with the
-#: tiles above 396, with these and turns 407. Lengths inside of a tile were not run with them. With one loop, in one run, 450 (444):
-#: not the default either.
-COMPARING = {128: GluonConfig(64, 4, ping_pong=False)}
+#: tiles above 396, with these and turns 407. Lengths inside of a tile were not run with them. With one loop, in one run, 450 (444).
+COMPARING = {128: GluonConfig(64, 4, ping_pong=False, stream=True)}
 
 
 def config_of(dim: int, keys: int, masked: bool, compares: bool = False) -> GluonConfig:

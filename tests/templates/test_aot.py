@@ -232,10 +232,10 @@ def test_gluon_forward(dims: tuple[int, int], options: dict[str, bool], keys: in
 def test_gluon_forward_in_one_loop(documents: bool) -> None:
     """The two forms that were timed."""
     if documents:
-        config = replace(config_of(128, 4096, True, True), stream=True)
+        config = config_of(128, 4096, True, True)
         check_gluon(compiled(GluonRequest(128, 128, config, program=_DOCUMENTS, captures=(_IDS,), length=4096)), 0)
     else:
-        check_gluon(compiled(GluonRequest(128, 128, replace(config_of(128, 512, True), stream=True), has_high=True)), 0)
+        check_gluon(compiled(GluonRequest(128, 128, config_of(128, 512, True), has_high=True)), 0)
 
 
 def check_gluon(found: dict[str, Any], stack: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -170,11 +170,11 @@ def test_which_kernel(changes: dict[str, bool], dims: tuple[int, int], stream: b
     from fa_inductor.templates.sm90 import gluon_forward, gluon_stream, launch
 
     flags = {"EVEN": True, "HAS_LOW": False, "HAS_HIGH": True, "SOFTCAP": False, "DEAD_ZERO": False, **changes}
-    kernel, made = launch.kernel_of(replace(launch.config_of(128, 512, True), stream=True), *dims, None, flags)
+    kernel, made = launch.kernel_of(launch.config_of(128, 512, True), *dims, None, flags)
     assert kernel is (gluon_stream if stream else gluon_forward).flash_forward
     assert set(kernel.arg_names[-len(made) :]) == set(made)
-    for keys in (512, 4096):  # by default it is not used
-        assert launch.kernel_of(launch.config_of(128, keys, True), *dims, None, flags)[0] is gluon_forward.flash_forward
+    for config in (launch.config_of(128, 4096, True), launch.config_of(128, 512, False)):
+        assert launch.kernel_of(config, *dims, None, flags)[0] is gluon_forward.flash_forward
 
 
 BACKWARD = {
