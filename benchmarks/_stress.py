@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ class Variant:
     dead_zero: bool
     even: bool
     deterministic: bool
+    format: str = ""  # of an FP8 forward
 
     @staticmethod
     def draw(r: random.Random) -> Variant:
@@ -48,7 +50,7 @@ class Variant:
     @property
     def name(self) -> str:
         if not self.backward:
-            return "forward"
+            return f"forward {self.format}".rstrip()
         return ("wide " if self.padded[0] > 128 else "") + "backward" + (", deterministic" if self.deterministic else "")
 
 
@@ -72,7 +74,8 @@ class Launch:
             group, kv_heads, batch = min(group, 4), 1, 1
         high = r.choice([0, n - m, r.randint(-m - 5, n + 5)])
         low = high - r.randint(0, 300) if r.random() < 0.7 else r.randint(-m - 5, n + 5)
-        object.__setattr__(self, "dims", r.choice(DIMS[v.padded]))
+        # Rows of FP8 operands are multiples of 16 bytes.
+        object.__setattr__(self, "dims", r.choice([d for d in DIMS[v.padded] if not v.format or d[0] % 16 == d[1] % 16 == 0]))
         object.__setattr__(self, "shape", (batch, group * kv_heads, kv_heads, m, n))
         object.__setattr__(self, "band", (low, high))
 
@@ -165,6 +168,8 @@ class Launch:
         torch.manual_seed(r.getrandbits(32))
         precisions = ((torch.float64, torch.float64), (low, torch.float32))
         q, k, v = self.tensor(hq, m, d), self.tensor(hkv, n, d), self.tensor(hkv, n, dv)
+        if self.variant.format:
+            return self.run_fp8(q, k, v)
         out, lse = launch.attention(q, k, v, self.band, self.program)
         i, h = r.randrange(b), r.randrange(hq)
         kv = h // (hq // hkv)
@@ -196,6 +201,34 @@ class Launch:
             if self.variant.deterministic:
                 ratios.append(torch.where((x.view(torch.int16) == y.view(torch.int16)).all(), 0.0, torch.inf))
         return torch.stack([x.double() for x in ratios]).amax()
+
+    def run_fp8(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same of an FP8 forward, against float64 of what the cast made of the operands.
+
+        A weight in e4m3 is off by 1/16 of itself at most, or by half a unit of the smallest number; products of e4m3 lose what
+        tests/gpu/test_fp8.py says.
+        """
+        from fa_inductor import fp8
+        from fa_inductor.templates.quantise import quantise
+        from fa_inductor.templates.sm90 import fp8_launch
+
+        r, (b, hq, hkv, m, _) = self.r, self.shape
+        out, lse = fp8_launch.attention(q, k, v, self.band, self.program, self.variant.format)
+        i, h = r.randrange(b), r.randrange(hq)
+        rows = torch.randint(m, (min(m, ROWS),), device=DEVICE)
+        rows[0], rows[-1] = 0, m - 1
+        q64, k64, v64 = (t.double() for t in fp8.widened(quantise(q, k, v, self.variant.format)))
+        q64, k64, v64 = q64[i, h], k64[i, h // (hq // hkv)], v64[i, h // (hq // hkv)]
+        exact, exact_lse = self.out(q64, k64, v64, rows, torch.float64, torch.float64)
+        most, _ = self.out(q64, k64, v64.abs(), rows, torch.float64, torch.float64)
+        # The drift of a score moves every weight of its row by as much.
+        drift = 0.0 if self.variant.format == "int8-e4m3" else 2.0**-11 * (q64[rows] @ k64.T).abs().amax() * math.prod(self.factors)
+        allowed = (1 / 16 + 2 * drift + 2 * torch.finfo(q.dtype).eps) * most + 2.0**-10 / 448 * v64.abs().sum(0) + 1e-6
+        kept = exact_lse.isfinite()
+        apart = torch.where(kept[:, None], (out[i, h][rows].double() - exact).abs() / allowed, 0.0).amax()
+        lse_apart = torch.where(kept, (lse[i, h][rows].double() - exact_lse).abs() / (drift + 1e-4 + 1e-5 * exact_lse.abs()), 0.0)
+        same_nan = torch.equal(out[i, h][rows].isnan(), exact.isnan())
+        return torch.where(torch.tensor(same_nan, device=DEVICE), torch.maximum(apart, lse_apart.amax()), torch.inf)
 
 
 def error_ratio(ours: Tensor, exact: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
     python -m benchmarks.stress --launches 10000 --out benchmarks/results/stress_h200.json
     python -m benchmarks.stress --seed 3 --only 1234                # one launch again
     python -m benchmarks.stress --one-loop --variants 8             # the forward of templates/sm90/gluon_stream.py alone
+    python -m benchmarks.stress --fp8                               # the forward in FP8
 
 A launch draws one of ``--variants`` compiled kernels (pass, dtype, padded head dims, ends of the band, soft cap, what rows
 without keys give, whether tiles end with the keys, order of dQ's additions), then what varies at run time: head dims,
@@ -33,21 +34,25 @@ import torch
 
 from benchmarks._common import RESULTS, arguments, environment, save
 from benchmarks._stress import Launch, Variant
+from fa_inductor.templates.quantise import FORMATS
 
 #: Launches between reports.
 BLOCK = 50
 
 
-def drawn(seed: int, variants: int, index: int, one_loop: bool = False) -> Launch:
+def drawn(seed: int, variants: int, index: int, one_loop: bool = False, fp8: bool = False) -> Launch:
     variant = Variant.draw(random.Random(f"{seed} {index % variants}"))
     if one_loop:  # what that kernel takes
         variant = replace(
             variant, backward=False, padded=(128, 128), low=False, high=True, softcap=False, even=True, deterministic=False
         )
+    if fp8:
+        format = random.Random(f"{seed} {index % variants} fp8").choice(tuple(FORMATS))
+        variant = replace(variant, backward=False, deterministic=False, format=format)
     return Launch(variant, random.Random(f"{seed} {variants} {index}"))
 
 
-def work(seed: int, variants: int, one_loop: bool, indices: list[int], found: Any, share: int) -> None:
+def work(seed: int, variants: int, one_loop: bool, fp8: bool, indices: list[int], found: Any, share: int) -> None:
     """Run launches in blocks; put (``share``, block, its ratios or the text of a failure) after each."""
     from fa_inductor.templates.sm90 import form, launch
 
@@ -57,7 +62,7 @@ def work(seed: int, variants: int, one_loop: bool, indices: list[int], found: An
     for start in range(0, len(indices), BLOCK):
         block = indices[start : start + BLOCK]
         try:
-            ratios = torch.stack([drawn(seed, variants, i, one_loop).run() for i in block]).tolist()
+            ratios = torch.stack([drawn(seed, variants, i, one_loop, fp8).run() for i in block]).tolist()
         except Exception:
             found.put((share, block, traceback.format_exc()))
             return
@@ -70,20 +75,22 @@ def main() -> int:
     parser.add_argument("--variants", type=int, default=140)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--one-loop", action="store_true", help="the kernel whose tiles follow each other in one loop")
+    parser.add_argument("--fp8", action="store_true", help="the forward in FP8")
     parser.add_argument("--only", type=int, help="the number of one launch")
     parser.add_argument("--jobs", type=int, default=14, help="processes")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of silence that count as a hang")
     parser.add_argument("--out", default=str(RESULTS / "stress.json"))
     args = parser.parse_args()
-    launch_of = lambda i: drawn(args.seed, args.variants, i, args.one_loop)  # noqa: E731
-    again = f"python -m benchmarks.stress --seed {args.seed} --variants {args.variants}{' --one-loop' * args.one_loop} --only"
+    launch_of = lambda i: drawn(args.seed, args.variants, i, args.one_loop, args.fp8)  # noqa: E731
+    kind = " --one-loop" * args.one_loop + " --fp8" * args.fp8
+    again = f"python -m benchmarks.stress --seed {args.seed} --variants {args.variants}{kind} --only"
     shares = [[i for i in range(args.launches) if i % args.variants % args.jobs == j] for j in range(args.jobs)]
     if args.only is not None:
         shares = [[args.only]]
     context = multiprocessing.get_context("spawn")
     found, begun = context.Queue(), time.monotonic()
     processes = [
-        context.Process(target=work, args=(args.seed, args.variants, args.one_loop, share, found, j), daemon=True)
+        context.Process(target=work, args=(args.seed, args.variants, args.one_loop, args.fp8, share, found, j), daemon=True)
         for j, share in enumerate(shares)
     ]
     for process in processes:

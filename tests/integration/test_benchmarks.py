@@ -308,6 +308,32 @@ def test_stress_references_are_the_dense_one(monkeypatch):
     assert sum(bool(stress.drawn(0, 140, i).run() > 1) for i in small) > len(small) // 4
 
 
+def test_stress_references_of_fp8(monkeypatch):
+    """The same of the FP8 forward, of operands that were cast."""
+    from benchmarks import _stress, stress
+    from fa_inductor import fp8, reference
+    from fa_inductor.spec import AttentionSpec
+    from fa_inductor.templates import quantise
+    from fa_inductor.templates.sm90 import fp8_launch
+
+    off = 0
+
+    def forward(q, k, v, sizes, program, format):
+        small = (t.double() for t in fp8.rounded(q, k, v, format))
+        out, lse = reference.attention(*small, [], [sizes[0], sizes[1] + off], AttentionSpec.parse(program))
+        return out.to(q.dtype), lse.float()
+
+    monkeypatch.setattr(_stress, "DEVICE", "cpu")
+    monkeypatch.setattr(quantise, "quantise", fp8.cast_operands)
+    monkeypatch.setattr(fp8_launch, "attention", forward)
+    drawn = [stress.drawn(0, 140, i, fp8=True) for i in range(300)]
+    small = [i for i, x in enumerate(drawn) if math.prod(x.shape[d] for d in (0, 1, 3, 4)) < 2e5]
+    assert {stress.drawn(0, 140, i, fp8=True).variant.format for i in small} == set(quantise.FORMATS)
+    assert all(stress.drawn(0, 140, i, fp8=True).run() <= 0.5 for i in small)
+    off = 1
+    assert sum(bool(stress.drawn(0, 140, i, fp8=True).run() > 1) for i in small) > len(small) // 4
+
+
 def test_summary_of_a_sanitizer_counts_kinds():
     from benchmarks import sanitize
 
