@@ -17,8 +17,9 @@ from fa_inductor.templates.rendering import KernelSource, Problem, common_consta
 from fa_inductor.templates.score_codegen import ScorePrinter, hoistable
 from fa_inductor.templates.tiles import plan
 
-#: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024) is too coarse for exp(logit - lse).
-LSE_LIMIT = 1024.0
+#: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024, 2e-6 at 32) is too coarse for exp(logit - lse), by
+#: the bytes of an operand's element.
+LSE_LIMIT = {2: 1024.0, 4: 32.0}
 
 _PROPAGATE = "propagate_nan=tl.PropagateNan.ALL"
 _ATOMIC = 'tl.atomic_add({}, {}, mask={}, sem="relaxed")'
@@ -103,7 +104,7 @@ def rows_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
     arguments = ("Q", "K", "V", "LSE", "ROW_LOG", *(f"CAP{s}" for s, _ in captures))
     context = _context(program, problem, config, arguments, captures, rows.lines + tile.lines)
     context.update(row_lines=rows.lines, edge_lines=tile.lines, sinks=len(spec.sinks))
-    constants = {**_constants(program, problem, config), "UNIT": 1.0 / program.scale, "LSE_LIMIT": LSE_LIMIT}
+    constants = {**_constants(program, problem, config), "UNIT": 1.0 / program.scale, "LSE_LIMIT": LSE_LIMIT[problem.element]}
     functions = rows.functions | tile.functions
     return _kernel("rows", functions, context, arguments, ("ROW_LOG",), constants, config, output_rank=3)
 

@@ -232,15 +232,18 @@ class Program:
         spec: the program. A finite fill that vanishes, because every row provably keeps a key, is written as -inf.
         masked: the program's mask, live logit and fill.
         always_keeps: whether every row is proven to keep a key.
+        single: whether operands are float32, whose weights the backward is to compute to the last bits.
     """
 
     spec: AttentionSpec
     masked: MaskedScore
     always_keeps: bool
+    single: bool = False
 
     @staticmethod
     def of(spec: AttentionSpec, problem: Problem) -> Program:
-        return Program.under(spec, Facts(problem.rows, problem.cols, problem.sizes), problem.square)
+        found = Program.under(spec, Facts(problem.rows, problem.cols, problem.sizes), problem.square)
+        return replace(found, single=True) if problem.element == 4 else found
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -258,11 +261,11 @@ class Program:
 
     @cached_property
     def wide(self) -> bool:
-        """Whether logits may be huge, so that the maximum is subtracted before scaling.
+        """Whether logits may be huge, so that the maximum is subtracted before scaling; in float32 large is huge.
 
         A sink may be: beside one that is far larger than every logit no weight is left, whatever it is rounded to.
         """
-        return may_be_huge(self.spec.score)
+        return self.single or may_be_huge(self.spec.score)
 
     @cached_property
     def scale(self) -> float:
@@ -293,11 +296,19 @@ class Program:
 
     @cached_property
     def masks_exactly(self) -> bool:
-        """Whether a masked entry has p == 0 exactly, so that the mask need not be applied to the derivative again."""
+        """Whether a masked entry has p == 0 exactly, in rows that what is added to the scores leaves finite."""
         return self.masked.fill_value == -math.inf and (self.always_keeps or self.spec.dead_rows == "zero")
 
+    @cached_property
+    def added_may_mask(self) -> bool:
+        """Whether what is read for a query or a key and is no condition may be -inf, as a mask that is added is."""
+        return any(n.kind == FLOAT and n.depends_on(Q_IDX, KV_IDX) for n in self.masked.live.walk() if isinstance(n, Load))
+
     def _derivative(self, logit: Expr) -> tuple[Expr, float]:
-        return pull_factor(d_score(split_mask(logit).live if self.masks_exactly else logit))
+        # Where p == 0 exactly, the mask need not be applied to the derivative again. A row that an added mask leaves without
+        # keys is NaN throughout, and ``where`` keeps that from the entries that it masks.
+        exact = self.masks_exactly and (self.spec.dead_rows == "zero" or not self.added_may_mask)
+        return pull_factor(d_score(split_mask(logit).live if exact else logit))
 
     @cached_property
     def factor(self) -> float:

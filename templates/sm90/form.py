@@ -306,8 +306,6 @@ def fp8_refusal(spec: AttentionSpec, dtype: str, qk_dim: int, v_dim: int, querie
     """Why the FP8 forward kernel does not take an attention, "" where it does. Arguments as in :func:`refusal`."""
     if qk_dim % 16 or v_dim % 16:
         return f"rows of {qk_dim} and {v_dim} elements are no multiple of 16 bytes"
-    if max(padded(qk_dim), padded(v_dim)) > 128:
-        return f"the head dims are {qk_dim} and {v_dim}: above 128 the kernel's tests have not all been run on a GPU"
     return _refusal(spec, dtype, qk_dim, v_dim, queries, keys, heads, LEAST_FP8_WORK)
 
 

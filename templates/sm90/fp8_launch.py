@@ -42,8 +42,7 @@ class Fp8Config:
 
 #: By padded head dim of queries and keys. TFLOP/s on an H200 in one run, 4096 keys, unmasked and causal: D64 520 and 464; in turns
 #: 501 and 460, with three consumers of 160 registers 512 and 347. In another run D128 808 and 789, without ``raises`` 724 and 694
-#: (benchmarks/notes/fp8.md). D256 spills nothing in its loops; its tests have not all run on a GPU yet, so
-#: ``form.fp8_refusal`` leaves it out.
+#: (benchmarks/notes/fp8.md). D256 causal 858; it spills nothing in its loops.
 CONFIGS = {
     64: Fp8Config(128, 2, ping_pong=False),
     128: Fp8Config(128, 2, raises=True),

@@ -128,6 +128,14 @@ def _padding(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     return [keep]
 
 
+def _last_row_masked(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
+    """A float [M, N] that leaves the last query none of the keys up to its own."""
+    m, n = shape[3:5]
+    mask = torch.randn(m, n, generator=g)
+    mask[-1, :m] = -torch.inf
+    return [mask]
+
+
 def documents(shape: tuple[int, ...], g: Generator) -> list[Tensor]:
     """Documents of 100 tokens, and of random lengths in the other sequences; a tile's edge is rarely a document's."""
     b, n = shape[0], shape[4]
@@ -202,6 +210,13 @@ FAMILIES = [
         lambda shape, g: [torch.tensor([0, 9])],
     ),
     Family("causal_finite", f"attention(score=where({CAUSAL}, score * 0.2, -1000000000.0))", (1, 2, 1, 70, 70, 16, 16)),
+    Family(
+        "mask_added_under_causal_dead_nan",
+        f"attention(score=where({CAUSAL}, score * 0.2, -inf) + f0[q_idx, kv_idx])",
+        (1, 2, 1, 37, 45, 16, 16),
+        captures=_last_row_masked,
+    ),
+    Family("sharp", "attention(score=score * 14.0)", (1, 2, 1, 37, 45, 16, 16)),
     Family("dead_1e9", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -1000000000.0))"),
     Family("dead_finfo", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -3.4028234663852886e+38))"),
     Family("dead_minus_5", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -5.0))"),

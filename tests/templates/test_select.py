@@ -65,10 +65,10 @@ def test_older_devices_have_none() -> None:
     assert isinstance(supports(replace(REQUEST, capability=(7, 5))), Unsupported)
 
 
-def test_wide_heads_in_fp8_take_the_general_kernel() -> None:
-    """The Gluon kernel for them is measured before it is chosen."""
+def test_wide_heads_in_fp8_take_the_kernel_for_hopper() -> None:
     request = Request(AttentionSpec.parse("attention(score=score * 0.1)"), "bfloat16", 128, 128, (9, 0), keys=4096,
                              queries=4096, heads=64)  # fmt: skip
     assert not_hopper_fp8(request) == ""
-    assert "not all been run on a GPU" in not_hopper_fp8(replace(request, qk_dim=256, v_dim=256))
+    assert not_hopper_fp8(replace(request, qk_dim=256, v_dim=256)) == ""
+    assert "head dims are 128 and 256" in not_hopper_fp8(replace(request, qk_dim=128, v_dim=256))
     assert isinstance(fp8_supports(replace(request, qk_dim=256, v_dim=256), "e4m3"), Supported)
