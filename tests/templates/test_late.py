@@ -18,6 +18,7 @@ from fa_inductor.templates.configs import DP_PLACES, LATE_VALUES, TileConfig, Us
 from fa_inductor.templates.forward import forward_kernel
 from fa_inductor.templates.quantise import fp8_problem
 from fa_inductor.templates.rendering import Problem
+from fa_inductor.templates.score_codegen import CaptureInfo
 from tests.templates.families import FAMILIES
 
 pytest.importorskip("triton")
@@ -29,6 +30,7 @@ PROGRAMS = {
     "full": "attention(score=score * 0.088)",
     "causal": CAUSAL,
     "window": "attention(score=where((q_idx >= kv_idx) & (q_idx - kv_idx < 1024), score * 0.088, -inf))",
+    "bias": "attention(score=score * 0.088 + f0[h, q_idx, kv_idx])",
     "softcap": "attention(score=where(q_idx >= kv_idx, tanh(score * 0.003) * 30.0, -inf))",
 }
 
@@ -60,10 +62,13 @@ def test_families(dtype: str, options: dict[str, Any], part: slice) -> None:
 
 
 def _made(program: str, dim: int, which: str, config: TileConfig, length: int | None) -> dict[str, Any]:
-    problem = Problem(dim, dim, 1, tma=True)
+    whole = tuple(frozenset({n}) for n in ("h", "q_idx", "kv_idx"))
+    captures = (CaptureInfo(3, whole, tma=True),) if program == "bias" else ()
+    problem = Problem(dim, dim, 1, captures, wide_captures=(False,) * len(captures), tma=True)
     if length is not None:
         problem = replace(problem, even_q=True, even_kv=True, rows=length, cols=length, square=True)
-    return compiled(replace(request(90, render(PROGRAMS[program], problem, which, config)), text=True))
+    kernel = render(PROGRAMS[program], problem, which, config)
+    return compiled(replace(request(90, kernel, **({"CAP0": "bf16"} if captures else {})), text=True))
 
 
 def _runs_on(ptx: str) -> bool:
@@ -75,9 +80,10 @@ def _runs_on(ptx: str) -> bool:
 
 
 _LATE = [
-    ("full", 64, "128x64w4s2TL"), ("full", 64, "64x128w4s2TL"), ("causal", 64, "64x64w4s3TL"), ("window", 64, "64x128w4s2TL"),
+    ("full", 64, "128x64w4s2TLS"), ("full", 64, "64x128w4s2TL"), ("causal", 64, "64x64w4s3TL"), ("window", 64, "64x128w4s2TL"),
     ("softcap", 64, "64x64w4s3TL"), ("full", 128, "64x64w4s3TL"), ("causal", 128, "64x64w4s3TL"), ("window", 128, "64x64w4s3TL"),
     ("softcap", 128, "64x64w4s3TL"), ("full", 128, "128x64w4s2TLS"), ("causal", 128, "128x64w4s2TLS"),
+    ("bias", 128, "64x64w4s2TL"), ("bias", 128, "64x32w4s3TL"),
 ]  # fmt: skip
 
 
@@ -104,8 +110,9 @@ def test_dp_after_the_mask(which: str, dim: int, tile: str, length: int | None) 
     found = _made("causal", dim, which, config, length)
     assert found["shared"] <= SHARED_LIMIT[90]
     assert found["instructions"]["wgmma"] > 0
-    # Of lengths that are not known their arithmetic takes registers: such rows are not for them (configs._UNKNOWN).
-    assert found["stack"] + found["local"] == 0 or length is None
+    # Lengths that are not known take registers: rows of that size are not for them at 128 (configs._UNKNOWN).
+    assert found["local"] == 0
+    assert found["stack"] <= (24 if (which, dim, length) == ("dkdv", 128, None) else 0)
     assert "serialized" not in assembler_says(found["ptx"])
 
 
