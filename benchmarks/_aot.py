@@ -52,17 +52,13 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel, a target, the type of each pointer argument (``bf16``, ``fp32``, ``i64``, ...) and known sizes.
-
-    ``text``: whether the answer has the kernel's PTX too.
-    """
+    """A kernel, a target, the type of each pointer argument (``bf16``, ``fp32``, ``i64``, ...) and known sizes."""
 
     kernel: KernelSource
     arch: int
     pointers: dict[str, str]
     out: str
     known: Known = ()
-    text: bool = False
 
 
 def render(program: str, problem: Problem, which: str, config: TileConfig, slots: tuple[int, ...] = ()) -> KernelSource:
@@ -389,8 +385,7 @@ def compile_kernel(request: Request) -> dict[str, Any]:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": request.kernel.num_warps, "num_stages": request.kernel.num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
-    return {**report(made), **({"ptx": made.asm["ptx"]} if request.text else {})}
+    return report(triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options))
 
 
 @dataclass(frozen=True)

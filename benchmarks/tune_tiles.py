@@ -2,11 +2,10 @@
 
     python -m benchmarks.tune_tiles --out results.json --jobs dkdv:128:full:4096 forward:128:bias:4096
 
-A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w8s3TL,64x64w4s2TOscore``.
-After queries x keys, warps and stages stand, in this order, T (tensor descriptors), O (``pointers_once``), L or LS (``late_values``
-in registers or in shared memory) and a ``dp_place`` other than the default. ``packed`` has documents of log-normal lengths.
-16384 tokens or one sequence, hidden size 2048, bfloat16, unit normal operands; median of triton.testing.do_bench. Sizes and
-strides are numbers in the kernels' text, as Inductor renders them under static shapes.
+A job is pass:head_dim:program:length, optionally followed by the tiles to try, as in ``:64x64w4s2T,64x128w8s3``
+(T: tensor descriptors). ``packed`` has documents of log-normal lengths. 16384 tokens or one sequence, hidden size 2048,
+bfloat16, unit normal operands; median of triton.testing.do_bench. Sizes and strides are numbers in the kernels' text, as
+Inductor renders them under static shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from benchmarks import _packed
 from fa_inductor.spec import AttentionSpec
-from fa_inductor.templates.configs import DP_PLACES, LATE_VALUES, TileConfig
+from fa_inductor.templates.configs import TileConfig
 
 TOKENS, HIDDEN = 16384, 2048
 #: Keys of a window; documents of equal length in a sequence.
@@ -71,10 +70,6 @@ def configurations(which: str, dim: int) -> list[TileConfig]:
     return found
 
 
-#: Suffixes of :data:`LATE_VALUES`.
-_LATE = ("", "L", "LS")
-
-
 def parse(job: str) -> list[Job]:
     """The configurations of one --jobs argument."""
     which, dim, program, length, *tiles = job.split(":")
@@ -82,13 +77,11 @@ def parse(job: str) -> list[Job]:
         return [(which, int(dim), program, int(length), c) for c in configurations(which, int(dim))]
     found = []
     for text in tiles[0].split(","):
-        match = re.fullmatch(rf"(\d+)x(\d+)w(\d+)s(\d+)(T?)(O?)(|L|LS)({'|'.join(DP_PLACES)})?", text)
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)", text)
         if match is None:
             raise SystemExit(f"{text!r} is not of the form 64x64w4s2T")
         m, n, w, st = map(int, match.groups()[:4])
-        place = match[8] or TileConfig.dp_place
-        late = LATE_VALUES[_LATE.index(match[7])]
-        found.append(TileConfig(m, n, w, st, tma=bool(match[5]), dp_place=place, pointers_once=bool(match[6]), late_values=late))
+        found.append(TileConfig(m, n, w, st, tma=bool(match[5])))
     return [(which, int(dim), program, int(length), c) for c in found]
 
 
@@ -194,11 +187,9 @@ def _time(case: Case, config: TileConfig, reason: str) -> dict[str, Any]:
     return {**asdict(config), "ms": ms, "tflops": case.flops / ms * 1e-9 if ms else 0.0, "reason": reason}
 
 
-def label(r: dict[str, Any]) -> str:
-    """A configuration in the form that :func:`parse` takes."""
+def _label(r: dict[str, Any]) -> str:
     tile = f"{r['block_m']}x{r['block_n']}w{r['num_warps']}s{r['num_stages']}"
-    tile += "T" * r["tma"] + "O" * r["pointers_once"] + _LATE[LATE_VALUES.index(r["late_values"])]
-    return tile + (r["dp_place"] if r["dp_place"] != TileConfig.dp_place else "")
+    return tile + "T" * r["tma"]
 
 
 def main() -> None:
@@ -217,7 +208,7 @@ def main() -> None:
         rows = [_time(case, job[4], failures.get(job, "")) for job in jobs if job[:4] == key]
         results += [{"pass": key[0], "dim": key[1], "program": key[2], "length": key[3], **r} for r in rows]
         rows.sort(key=lambda r: -r["tflops"])
-        cells = [f"{label(r)} {r['tflops']:.0f}" for r in rows[: args.top]]
+        cells = [f"{_label(r)} {r['tflops']:.0f}" for r in rows[: args.top]]
         print(*key, sum(1 for r in rows if r["ms"] is None), "failed:", "; ".join(cells), flush=True)
     with open(args.out, "w") as f:
         json.dump(results, f, indent=1)

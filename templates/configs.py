@@ -10,9 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 PASSES = ("forward", "dkdv", "dq", "rows")
-#: Values of :attr:`TileConfig.dp_place` and of :attr:`TileConfig.late_values`.
-DP_PLACES = ("dv", "weights", "score", "mask")
-LATE_VALUES = ("", "registers", "shared")
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,9 @@ class TileConfig:
         poly_quarters: quarters of a tile's keys, 1 to 4, that it computes.
         rescale_threshold: the forward rescales its sums only where the maximum of a row has grown by more than this power of 2
             (8: sums of at most 256 times as much); 0: whenever it grows.
-        late_values: whether the forward multiplies the weights of a tile with V a step late. ``registers``: they stay there as
-            float32, and the product runs while the softmax of the next tile is computed. ``shared``: they stay as the operands'
-            dtype and are multiplied out of shared memory, and the compiler waits for that at once. "": no.
-            Operands in FP8 and caches (pages, 8-bit elements) are multiplied at once whatever it says.
         dp_place: where the dK/dV kernel starts the product of V and dO: after that for dV (``dv``), between the weights and that
-            (``weights``: dV is added while dS is computed), with the scores (``score``: more registers where the program
-            computes something of a score) or between the logits and the weights (``mask``: the branch of tiles at the mask's edge
-            does not carry it). The dQ kernel starts it after the weights, but with ``mask`` where that says.
+            (``weights``: dV is added while dS is computed) or with the scores (``score``: more registers where the program
+            computes something of a score).
         pointers_once: load tiles that stay for a whole program (backward) through pointers. With a tensor descriptor each
             of them is waited for before the next is asked for, which counts where few tiles follow.
     """
@@ -53,7 +45,6 @@ class TileConfig:
     rescale_threshold: int = 0
     dp_place: str = "dv"
     pointers_once: bool = False
-    late_values: str = ""
 
 
 def _rows(*rows: tuple[int, int, int, int]) -> tuple[TileConfig, ...]:
@@ -386,4 +377,4 @@ def _short(config: TileConfig, rows: int) -> TileConfig:
     block_m = max(16, 1 << (rows - 1).bit_length())
     if block_m >= config.block_m:
         return config
-    return replace(config, block_m=block_m, num_warps=4, tma=False, late_values="")
+    return replace(config, block_m=block_m, num_warps=4, tma=False)

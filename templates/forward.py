@@ -125,7 +125,6 @@ def forward_kernel(
         "poly": poly,
         "poly_quarters": config.poly_quarters,
         "threshold": config.rescale_threshold,
-        "late": config.late_values if not fp8 and problem.cache is None else "",
         "fp8": fp8,
         "rounds": rounds,
         "cache": problem.cache,

@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", category=RuntimeWarning)
 import torch  # noqa: E402
 
 from fa_inductor.templates import direct  # noqa: E402
-from fa_inductor.templates.configs import DP_PLACES, TileConfig  # noqa: E402
+from fa_inductor.templates.configs import TileConfig  # noqa: E402
 from tests.templates import families  # noqa: E402
 
 
@@ -32,9 +32,9 @@ def run(name: str, dtype: torch.dtype, splits: int) -> dict[str, float]:
         return {"out": families.error(out, true_out), "lse": families.error(lse, true_lse.float())}
     tile = TileConfig(32, 16, 4, 1)
     # Each family takes one of the places where the product of V and dO may start, and descriptors with it.
-    place = DP_PLACES[[f.name for f in families.FAMILIES].index(name) % len(DP_PLACES)]
-    how = {"tma": place != "dv", "pointers_once": place in ("score", "mask"), "dp_place": place}
-    configs = direct.Configs(tile, TileConfig(16, 32, 4, 1, **how), TileConfig(32, 16, 4, 1, **how), tile)
+    place = ("dv", "weights", "score")[[f.name for f in families.FAMILIES].index(name) % 3]
+    tma = {"tma": place != "dv", "pointers_once": place == "score"}
+    configs = direct.Configs(tile, TileConfig(16, 32, 4, 1, dp_place=place, **tma), TileConfig(32, 16, 4, 1, **tma), tile)
     out, lse = direct.forward(o.q, o.k, o.v, o.captures, sizes, spec, configs)
     grads = direct.backward(
         o.grad_out, o.q, o.k, o.v, out, lse, o.captures, sizes, spec, o.needs_grad, configs
