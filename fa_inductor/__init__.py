@@ -30,10 +30,12 @@ _checkout.install(__version__)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fa_inductor' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "report":  # fa_inductor.report.collecting(), before anything has imported it
+        return import_module("fa_inductor.report")
+    if name not in _HOME:
+        raise AttributeError(f"module 'fa_inductor' has no attribute {name!r}")
     return getattr(import_module(f"fa_inductor.{_HOME[name]}"), name)
 
 

@@ -143,7 +143,7 @@ def _derivative_lines(printer: ScorePrinter, rest: Expr, inside: str) -> list[st
     text = printer.times("ds", rest)
     lines = printer.lines[start:]
     if text != "ds":
-        lines.append(f"ds = {text}")
+        lines.append("ds = tl.zeros_like(ds)" if rest == ZERO else f"ds = {text}")
         if inside:
             lines.append(f"ds = tl.where({inside}, ds, 0.0)")
     return lines

@@ -60,6 +60,9 @@ _COMPARES = frozenset({"lt", "le", "gt", "ge", "add", "sub", "neg"})
 _BOUNDED = frozenset({"tanh", "sigmoid", "sin", "cos", "erf", "log", "log2", "log1p", "sqrt", "rsqrt"})
 _LIKE_ARGUMENTS = frozenset({"add", "sub", "minimum", "maximum", "neg", "abs", "relu", "floor"})
 
+#: Functions that are infinite or NaN at ordinary numbers.
+_MAY_BE_INFINITE = frozenset({"log", "log2", "log1p", "div", "reciprocal", "rsqrt", "sqrt", "pow"})
+
 
 def may_be_huge(e: Expr) -> bool:
     """Whether ``|e|`` may pass :data:`HUGE` for another reason than large scores, large indices or large scales.
@@ -301,13 +304,14 @@ class Program:
 
     @cached_property
     def added_may_mask(self) -> bool:
-        """Whether what is read for a query or a key and is no condition may be -inf, as a mask that is added is."""
-        return any(n.kind == FLOAT and n.depends_on(Q_IDX, KV_IDX) for n in self.masked.live.walk() if isinstance(n, Load))
+        """Whether what belongs to a query or a key may be -inf, as a mask that is added is, or a logarithm of what is read."""
+        of_places = (n for n in self.masked.live.walk() if n.depends_on(Q_IDX, KV_IDX))
+        return any(isinstance(n, Load) or (isinstance(n, Call) and n.fn in _MAY_BE_INFINITE) for n in of_places)
 
     def _derivative(self, logit: Expr) -> tuple[Expr, float]:
         # Where p == 0 exactly, the mask need not be applied to the derivative again. A row that an added mask leaves without
         # keys is NaN throughout, and ``where`` keeps that from the entries that it masks.
-        exact = self.masks_exactly and (self.spec.dead_rows == "zero" or not self.added_may_mask)
+        exact = self.masks_exactly and not self.added_may_mask
         return pull_factor(d_score(split_mask(logit).live if exact else logit))
 
     @cached_property

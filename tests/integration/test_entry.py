@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,6 +238,15 @@ def test_import_is_lazy_and_complete() -> None:
         assert getattr(fa_inductor, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = fa_inductor.nothing
+
+
+def test_the_report_module_needs_no_import_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import fa_inductor\nwith fa_inductor.report.collecting() as r: print(len(r.sites))"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout == "0\n", done.stderr
+
 
 
 def two_layers(q: Tensor) -> Tensor:

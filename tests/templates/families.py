@@ -216,6 +216,12 @@ FAMILIES = [
         (1, 2, 1, 37, 45, 16, 16),
         captures=_last_row_masked,
     ),
+    Family(
+        "logarithm_under_causal_dead_nan",
+        f"attention(score=where({CAUSAL}, score * 0.2 + log(cast_float(36 - q_idx)), -inf))",
+        (1, 2, 1, 37, 45, 16, 16),
+    ),
+    Family("constant", f"attention(score=where({CAUSAL}, floor(score * 0.2), -inf))", (1, 2, 1, 37, 45, 16, 16)),
     Family("sharp", "attention(score=score * 14.0)", (1, 2, 1, 37, 45, 16, 16)),
     Family("dead_1e9", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -1000000000.0))"),
     Family("dead_finfo", "attention(score=where(q_idx >= kv_idx + 5, score * 0.2, -3.4028234663852886e+38))"),
