@@ -121,7 +121,9 @@ def source(case: Case, config: TileConfig | None = None) -> str:
     if case.kernel == "general":
         return _aot.render(PROGRAMS[case.mask], problem_of(case), case.which, config or candidates(case)[0]).name
     folder = _common.ROOT / "templates" / "sm90"
-    files = [folder / "gluon_forward.py"]  # the backward takes parts of it; no row has the kernel with one loop
+    files = [folder / "gluon_parts.py"]
+    if case.which == "forward":
+        files += [folder / "gluon_forward.py"]  # no row has the kernel with one loop
     if case.which == "backward":
         files += [folder / "gluon_order.py", *sorted(folder.glob("gluon_backward*.py"))]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_inductor.templates.sm90.gluon_backward_tiles import key_tile_of, order_of, query_tiles, unmasked, visited, within
-from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
 from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
+from fa_inductor.templates.sm90.gluon_parts import accumulator_layout, tanh, tma_load, tma_store
 
 
 @builtin

@@ -27,8 +27,8 @@ from fa_inductor.templates.sm90.gluon_backward import (
     tma_add,
 )
 from fa_inductor.templates.sm90.gluon_backward_tiles import key_tile_of, order_of, query_tiles, visited
-from fa_inductor.templates.sm90.gluon_forward import accumulator_layout, tanh, tma_load, tma_store
 from fa_inductor.templates.sm90.gluon_order import pass_turn, ticket, wait_for_turn
+from fa_inductor.templates.sm90.gluon_parts import accumulator_layout, tanh, tma_load, tma_store
 
 
 @gluon.jit

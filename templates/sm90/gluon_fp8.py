@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import (
+from fa_inductor.templates.sm90.gluon_parts import (
     buffers,
     key_tiles,
     next_tile,

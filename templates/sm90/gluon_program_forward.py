@@ -11,23 +11,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import (
+from fa_inductor.templates.sm90.gluon_parts import (
     accumulator_layout,
-    buffers,
+    as_operand,
+    begin,
     first_scores,
-    key_tiles,
     last_product,
+    next_rows,
     next_tile,
-    output_tile,
     producer,
+    products,
     ranges_of,
+    shares,
     store_output,
     tanh,
-    tile_of,
 )
 
 # What a score program computes, where it is more than a scale, a softcap and a band. A module that
@@ -90,7 +90,7 @@ def queries_from(row_first, q_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def softmax(
-    s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
+    s, m, denom, at, row_first, n, b, h, captures, values,
     seen_first, seen_end, clear_first, clear_end,
     EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr,
@@ -101,116 +101,92 @@ def softmax(
     ``clear_end``.
     """
     if SOFTCAP:
-        s = tanh(s * cap)
+        s = tanh(s * at.cap)
     if PROGRAM or (EDGE and MASKED):
-        at_q = queries_from(row_first, q_len, LAYOUT)[:, None]
+        at_q = queries_from(row_first, at.q_len, LAYOUT)[:, None]
         at_kv = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
         if not EVEN:
-            at_kv = gl.minimum(at_kv, kv_len - 1)
+            at_kv = gl.minimum(at_kv, at.kv_len - 1)
         at_kv = at_kv[None, :]
     if PROGRAM:
-        s = score_logit(s, b, h, at_q, at_kv, q_len, kv_len, captures, values)
+        s = score_logit(s, b, h, at_q, at_kv, at.q_len, at.kv_len, captures, values)
     if EDGE and MASKED:
         if WIDE:
-            s = s * (scale * 0.6931471805599453)
+            s = s * (at.scale * 0.6931471805599453)
         if (n < clear_first) | (n + KEYS > clear_end):
-            s = score_masked(s, b, h, at_q, at_kv, q_len, kv_len, captures)
+            s = score_masked(s, b, h, at_q, at_kv, at.q_len, at.kv_len, captures)
     if EDGE:
         q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
         if HAS_HIGH:
-            s = gl.where(kv_idx[None, :] <= (q_idx + high)[:, None], s, -float("inf"))
+            s = gl.where(kv_idx[None, :] <= (q_idx + at.high)[:, None], s, -float("inf"))
         if HAS_LOW:
-            s = gl.where(kv_idx[None, :] >= (q_idx + low)[:, None], s, -float("inf"))
+            s = gl.where(kv_idx[None, :] >= (q_idx + at.low)[:, None], s, -float("inf"))
         if MASKED:
-            # ``seen_end`` is no more than ``kv_len``.
+            # ``seen_end`` is no more than ``at.kv_len``.
             s = gl.where(((kv_idx >= seen_first) & (kv_idx < seen_end))[None, :], s, -float("inf"))
         elif not EVEN:
-            s = gl.where((kv_idx < kv_len)[None, :], s, -float("inf"))
+            s = gl.where((kv_idx < at.kv_len)[None, :], s, -float("inf"))
     if WIDE:
         # The maximum is one of logits: those of edge tiles may be too large to be multiplied.
         top = gl.max(s, 1)
         if not EDGE:
-            top = top * (scale * 0.6931471805599453)
+            top = top * (at.scale * 0.6931471805599453)
         m_new = gl.maximum(m, top)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = gl.exp2((m - m_safe) * 1.4426950408889634)
         if EDGE:
             p = gl.exp2((s - m_safe[:, None]) * 1.4426950408889634)
         else:
-            p = gl.exp2(s * scale - (m_safe * 1.4426950408889634)[:, None])
+            p = gl.exp2(s * at.scale - (m_safe * 1.4426950408889634)[:, None])
     else:
-        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+        m_new = gl.maximum(m, gl.max(s, 1) * at.scale)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = gl.exp2(m - m_safe)
-        p = gl.exp2(s * scale - m_safe[:, None])
+        p = gl.exp2(s * at.scale - m_safe[:, None])
     return p, m_new, denom * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
 def step(
-    i, t, n, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn, p, m, denom, acc,
-    scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+    i, t, n, q, at, p, m, denom, acc,
+    row_first, b, h, captures, values,
     seen_first, seen_end, clear_first, clear_end,
     W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns."""
-    stage = i % STAGES
-    before = (i - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-    if PING_PONG:
-        mbarrier.wait(turn.index(W), t & 1)
-    zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
-    k = k_smem.index(stage).reshape([KEYS, q.shape[1]]).permute((1, 0))
-    s_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    o_token = warpgroup_mma(p, v_smem.index(before).reshape([KEYS, acc.shape[1]]), acc, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(turn.index((W + 1) % CONSUMERS))
-    s = warpgroup_mma_wait(1, deps=[s_token])
-    mbarrier.arrive(k_empty.index(stage))
+    s, o_token = products(i, t, q, at, p, acc, W, KEYS, STAGES, CONSUMERS, PING_PONG, S_LAYOUT)
     p, m, denom, alpha = softmax(
-        s, m, denom, scale, cap, row_first, n, q_len, kv_len, low, high, b, h, captures, values,
+        s, m, denom, at, row_first, n, b, h, captures, values,
         seen_first, seen_end, clear_first, clear_end, EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_token])
-    mbarrier.arrive(v_empty.index(before))
+    mbarrier.arrive(at.v_empty.index((i - 1) % STAGES))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return gl.convert_layout(p.to(q.dtype), P_LAYOUT), m, denom, acc
+    return as_operand(p, q.dtype, O_LAYOUT), m, denom, acc
 
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, operands, captures, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    W: gl.constexpr, at, captures, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     SECTION: gl.constexpr, DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr,
     OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     DEAD_ZERO: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    (
-        o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
-        work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-    ) = operands  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    ROWS: gl.constexpr = 64 * CONSUMERS
-    q = q_smem.index(W).reshape([64, QK_DIM])
-    o_tile = output_tile(q_smem, o_smem, o_desc, W, OWN_O)
+    q, o_tile, work, total = begin(W, at, QK_DIM, CONSUMERS, OWN_O)
     loaded = 0
     t = 0
     done = 0
-    total = (q_len + ROWS - 1) // ROWS * total_heads
-    work = gl.program_id(0)
     while work < total:
-        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
-        first, full_first, full_end, end = key_tiles(
-            q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
+        row_first, b, h, first, full_first, full_end, end = next_rows(
+            W, work, at, ranges, KEYS, CONSUMERS, SECTION, HAS_LOW, HAS_HIGH
         )
-        row_first = q_first + W * 64
-        seen_first, seen_end, whole_first, whole_end, clear_first, clear_end = seen_by(ranges, b, row_first, q_len, kv_len)
+        seen_first, seen_end, whole_first, whole_end, clear_first, clear_end = seen_by(ranges, b, row_first, at.q_len, at.kv_len)
         if MASKED:
             full_end = gl.minimum(full_end, gl.maximum(whole_end // KEYS, first))
             full_first = gl.minimum(gl.maximum(full_first, (whole_first + KEYS - 1) // KEYS), full_end)
@@ -218,7 +194,7 @@ def consumer(
         denom = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         if SINKS > 0:
             # A sink is one more logit of its row: it starts the maximum and the sum, and has no value.
-            sinks = score_sinks(b, h, queries_from(row_first, q_len, S_LAYOUT), q_len, kv_len, captures)
+            sinks = score_sinks(b, h, queries_from(row_first, at.q_len, S_LAYOUT), at.q_len, at.kv_len, captures)
             for i in gl.static_range(SINKS):
                 m = gl.maximum(m, sinks[i])
             m_safe = gl.where(m == -float("inf"), 0.0, m)
@@ -226,59 +202,56 @@ def consumer(
                 denom += gl.exp2(sinks[i] - m_safe)
         values = (0,)
         if PROGRAM:
-            values = score_values(b, h, queries_from(row_first, q_len, S_LAYOUT)[:, None], q_len, kv_len, captures)
+            values = score_values(b, h, queries_from(row_first, at.q_len, S_LAYOUT)[:, None], at.q_len, at.kv_len, captures)
         acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
 
-        mbarrier.wait(q_full.index(W), done & 1)
-        s = first_scores(q, loaded, k_smem, k_full, k_empty, KEYS, QK_DIM, STAGES, S_LAYOUT)
+        mbarrier.wait(at.q_full.index(W), done & 1)
+        s = first_scores(q, loaded, at, KEYS, QK_DIM, STAGES, S_LAYOUT)
         p, m, denom, _alpha = softmax(
-            s, m, denom, scale, cap, row_first, (end - 1) * KEYS, q_len, kv_len, low, high, b, h, captures, values,
+            s, m, denom, at, row_first, (end - 1) * KEYS, b, h, captures, values,
             seen_first, seen_end, clear_first, clear_end, True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
             S_LAYOUT,
         )  # fmt: skip
-        p = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+        p = as_operand(p, q.dtype, O_LAYOUT)
         if HAS_HIGH or not EVEN or MASKED:
             for j in range(1, end - full_end):
                 p, m, denom, acc = step(
-                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, at, p, m, denom, acc, row_first, b, h, captures, values,
                     seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
-                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
         for j in range(gl.maximum(end - full_end, 1), end - full_first):
             p, m, denom, acc = step(
-                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, at, p, m, denom, acc, row_first, b, h, captures, values,
                 seen_first, seen_end, clear_first, clear_end, W, False, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
         if HAS_LOW or MASKED:
             for j in range(gl.maximum(end - full_first, 1), end - first):
                 p, m, denom, acc = step(
-                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    p, m, denom, acc, scale, cap, row_first, q_len, kv_len, low, high, b, h, captures, values,
+                    loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, at, p, m, denom, acc, row_first, b, h, captures, values,
                     seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
-                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
         if OWN_O:
-            mbarrier.arrive(q_empty.index(W))
-        work = next_tile(work, work_smem, work_full, work_empty, done, DYNAMIC)
+            mbarrier.arrive(at.q_empty.index(W))
+        work = next_tile(work, at.work_smem, at.work_full, at.work_empty, done, DYNAMIC)
         loaded += end - first
         t += end - first - 1
         done += 1
 
-        acc = last_product(p, acc, loaded - 1, v_smem, v_full, v_empty, KEYS, V_DIM, STAGES)
+        acc = last_product(p, acc, loaded - 1, at, KEYS, V_DIM, STAGES)
 
         rows = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-        lse_row = lse + (b * num_heads + h).to(gl.int64) * q_len + rows
+        lse_row = at.lse + (b * at.num_heads + h).to(gl.int64) * at.q_len + rows
         if WIDE:
-            gl.store(lse_row, m + gl.log2(denom) * 0.6931471805599453, mask=rows < q_len)
+            gl.store(lse_row, m + gl.log2(denom) * 0.6931471805599453, mask=rows < at.q_len)
         else:
-            gl.store(lse_row, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < q_len)
+            gl.store(lse_row, (m + gl.log2(denom)) * 0.6931471805599453, mask=rows < at.q_len)
         if DEAD_ZERO:
             denom = gl.where(denom == 0.0, 1.0, denom)
         acc = acc * gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        store_output(acc, o_desc, o_tile, q_empty.index(W), b, h, row_first, V_DIM, OWN_O)
+        store_output(acc, at.o_desc, o_tile, at.q_empty.index(W), b, h, row_first, V_DIM, OWN_O)
     tma.store_wait(0)
 
 
@@ -305,18 +278,11 @@ def flash_forward(
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[3]
-    (
-        q_smem, k_smem, v_smem, o_smem, q_full, q_empty, turn, k_full, k_empty, v_full, v_empty, work_smem, work_full, work_empty,
-    ) = buffers(q_desc, k_desc, v_desc, o_desc, STAGES, CONSUMERS, OWN_O, PING_PONG)  # fmt: skip
+    for_consumers, for_producer = shares(
+        q_desc, k_desc, v_desc, o_desc, lse, counter, scale, cap, q_len, kv_len, low, high, num_heads, total_heads, group,
+        STAGES, CONSUMERS, OWN_O, PING_PONG,
+    )  # fmt: skip
     # Constants are spelled out in the lists: a variable would make run-time values of them.
-    for_consumers = (
-        o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, work_smem,
-        work_full, work_empty, scale, cap, q_len, kv_len, low, high, num_heads, total_heads,
-    )  # fmt: skip
-    for_producer = (
-        q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, counter,
-        work_smem, work_full, work_empty, q_len, kv_len, low, high, num_heads, total_heads, group,
-    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (

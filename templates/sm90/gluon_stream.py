@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_inductor.templates.sm90.gluon_forward import (
+from fa_inductor.templates.sm90.gluon_fp8 import column, partial_sums
+from fa_inductor.templates.sm90.gluon_parts import (
     accumulator_layout,
     banded,
     key_tiles,
@@ -32,7 +33,6 @@ from fa_inductor.templates.sm90.gluon_forward import (
     tma_load,
     tma_store,
 )
-from fa_inductor.templates.sm90.gluon_fp8 import column, partial_sums
 
 #: Numbers of a record: the first query, batch, head, end of the tiles of keys and how many; for each consumer its ranges.
 RECORD = gl.constexpr(16)
