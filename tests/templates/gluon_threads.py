@@ -270,14 +270,9 @@ class Program:
             raise failures[0]
 
 
-#: What is not run as written: additions by TMA, and assembly.
-_REPLACED = ("tma_add", "wait_for_turn", "pass_turn", "take_turn", "give_turn")
-
-
 def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
     """Run ``kernel``, a jitted Gluon function, with tensors as :class:`Pointer` and :class:`Descriptor`."""
     for index in range(programs):
-        namespace = dict(kernel.fn.__globals__)
         language = Program(index, programs).language()
         mbarrier = types.SimpleNamespace(
             MBarrierLayout=lambda: "barrier",
@@ -286,23 +281,32 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
             arrive=lambda bar: bar.update(1, 0),
             wait=lambda bar, phase: bar.wait(phase),
         )
-        namespace.update(
-            gl=language, tl=language, mbarrier=mbarrier, warpgroup_mma=_product, warpgroup_mma_wait=_wait,
-            fence_async_shared=lambda: None, tma=types.SimpleNamespace(store_wait=lambda _: None),
-            tma_load=lambda desc, at, bar, tile: desc.load(at, bar, tile), tma_store=lambda desc, at, tile: desc.store(at, tile),
-            tma_add=lambda desc, at, tile: desc.add(at, tile), wait_for_turn=_wait_for_turn, pass_turn=_pass_turn,
-        )  # fmt: skip
-        for name, value in list(namespace.items()):
-            plain = getattr(value, "fn", None)
-            if not isinstance(plain, types.FunctionType) or name in _REPLACED:
-                continue
-            if plain.__module__.startswith(("fa_inductor", kernel.fn.__module__)):
-                namespace[name] = _in(plain, namespace)
-        namespace.update(accumulator_layout=lambda _: None, column=lambda x, _: x[:, None])
         turns = [threading.Semaphore(0), threading.Semaphore(0)]
-        namespace.update(take_turn=_take(turns), give_turn=lambda w, turns=turns: turns[1 - w].release())
-        namespace.update(bits=lambda x: x.view(torch.int32), float_of=lambda x: x.view(torch.float32))
+        replaced = {
+            "gl": language, "tl": language, "mbarrier": mbarrier, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
+            "fence_async_shared": lambda: None, "tma": types.SimpleNamespace(store_wait=lambda _: None),
+            "tma_load": lambda desc, at, bar, tile: desc.load(at, bar, tile), "tma_store": lambda desc, at, tile: desc.store(at, tile),
+            "tma_add": lambda desc, at, tile: desc.add(at, tile), "wait_for_turn": _wait_for_turn, "pass_turn": _pass_turn,
+            "accumulator_layout": lambda _: None, "column": lambda x, _: x[:, None],
+            "take_turn": _take(turns), "give_turn": lambda w, turns=turns: turns[1 - w].release(),
+            "bits": lambda x: x.view(torch.int32), "float_of": lambda x: x.view(torch.float32),
+        }  # fmt: skip
+        namespace = _namespace(kernel.fn.__globals__, kernel.fn.__module__, replaced, {})
         _in(kernel.fn, namespace)(*arguments, **constants)
+
+
+def _namespace(of: dict[str, Any], module: str, replaced: dict[str, Any], made: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The globals ``of`` a module of kernels, with ``replaced`` in them and in those of every jitted function they reach."""
+    if id(of) in made:
+        return made[id(of)]
+    namespace = made[id(of)] = {**of, **replaced}
+    for name, value in of.items():
+        plain = getattr(value, "fn", None)
+        if name in replaced or not isinstance(plain, types.FunctionType):
+            continue
+        if plain.__module__.startswith(("fa_inductor", module)):
+            namespace[name] = _in(plain, _namespace(plain.__globals__, module, replaced, made))
+    return namespace
 
 
 def _in(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
