@@ -285,7 +285,8 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict
         replaced = {
             "gl": language, "tl": language, "mbarrier": mbarrier, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "tma": types.SimpleNamespace(store_wait=lambda _: None),
-            "tma_load": lambda desc, at, bar, tile: desc.load(at, bar, tile), "tma_store": lambda desc, at, tile: desc.store(at, tile),
+            "tma_load": lambda desc, at, bar, tile: desc.load(at, bar, tile),
+            "tma_store": lambda desc, at, tile: desc.store(at, tile),
             "tma_add": lambda desc, at, tile: desc.add(at, tile), "wait_for_turn": _wait_for_turn, "pass_turn": _pass_turn,
             "accumulator_layout": lambda _: None, "column": lambda x, _: x[:, None],
             "take_turn": _take(turns), "give_turn": lambda w, turns=turns: turns[1 - w].release(),
