@@ -2,11 +2,12 @@
 
     python -m benchmarks.sanitize                                  # memcheck, racecheck, synccheck, initcheck
     python -m benchmarks.sanitize --tools memcheck --kernels gluon # the Gluon kernels for Hopper alone
+    python -m benchmarks.sanitize --tools racecheck --kernels control  # what the tool says of the smallest hand-over there is
 
 Small launches of the Gluon forward, backward (in any and in a fixed order) and wide backward, and of the general forward,
 dkdv and dq. Processes of their own compile them; then one process a tool launches them again, and kernels of ours alone are
 checked (by initcheck all). The whole output goes to ``--log``. racecheck does not know all that orders asynchronous copies
-(TMA, wgmma, mbarriers): its hazards are to be judged one by one. A tool that takes longer than ``--timeout`` seconds is
+(TMA, wgmma, mbarriers): its hazards are to be judged one by one, beside those of ``control`` (:mod:`benchmarks._hand_over`). A tool that takes longer than ``--timeout`` seconds is
 killed, and named.
 """
 
@@ -29,6 +30,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LAUNCHES = [
     ("gluon", 64, False), ("gluon", 128, False), ("gluon", 256, False),
     ("gluon", 64, True), ("gluon", 128, True), ("gluon", 256, True), ("general", 128, True),
+    ("control", 0, False),
 ]  # fmt: skip
 #: [B, Hq, Hkv, M, N]: no multiples of tiles, several tiles of each kind.
 SHAPE = (1, 2, 1, 300, 333)
@@ -45,10 +47,16 @@ def launch(kernels: str, dim: int, deterministic: bool) -> None:
     from fa_inductor.templates.sm90 import backward_launch
     from fa_inductor.templates.sm90 import launch as forward_launch
 
+    if kernels == "control":
+        from benchmarks._hand_over import fa_hand_over
+
+        numbers = torch.zeros(9, dtype=torch.int32).cuda()
+        fa_hand_over[(1,)](numbers, len(numbers), num_warps=4)
+        assert numbers.tolist() == [3 * i for i in range(9)], numbers
+        return
     b, hq, hkv, m, n = SHAPE
     q, k, v, grad = (
-        torch.randn(b, heads, length, dim, dtype=torch.bfloat16).cuda()
-        for heads, length in ((hq, m), (hkv, n), (hkv, n), (hq, m))
+        torch.randn(b, heads, length, dim, dtype=torch.bfloat16).cuda() for heads, length in ((hq, m), (hkv, n), (hkv, n), (hq, m))
     )
     for keep in ("kv_idx <= q_idx", "(kv_idx <= q_idx + n0) & (kv_idx >= q_idx - n0)"):
         program = f"attention(score=where({keep}, score * 0.1, -inf), dead_rows='zero')"
