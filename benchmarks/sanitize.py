@@ -7,8 +7,8 @@
 Small launches of the Gluon forward, backward (in any and in a fixed order) and wide backward, and of the general forward,
 dkdv and dq. Processes of their own compile them; then one process a tool launches them again, and kernels of ours alone are
 checked (by initcheck all). The whole output goes to ``--log``. racecheck does not know all that orders asynchronous copies
-(TMA, wgmma, mbarriers): its hazards are to be judged one by one, beside those of ``control`` (:mod:`benchmarks._hand_over`). A tool that takes longer than ``--timeout`` seconds is
-killed, and named.
+(TMA, wgmma, mbarriers): its hazards are to be judged one by one, beside those of ``control`` (:mod:`benchmarks._hand_over`). A
+tool that takes longer than ``--timeout`` seconds is killed, and named.
 """
 
 from __future__ import annotations
