@@ -27,11 +27,15 @@ def send(number, full, empty, COUNT: gl.constexpr):
 
 @gluon.jit
 def fa_hand_over(out, COUNT: gl.constexpr):
-    """out [COUNT] int32: 0, 3, 6, ... Launched with one program of 4 warps."""
+    """out [2 * COUNT] int32: 0, 3, 6, ... twice. Launched with one program of 4 warps, which are one of two that receive."""
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=1)
-    gl.warp_specialize([(receive, (out, number, full, empty, COUNT)), (send, (number, full, empty, COUNT))], [1], [24])
+    mbarrier.init(empty, count=2)
+    gl.warp_specialize([
+        (receive, (out, number, full, empty, COUNT)),
+        (receive, (out + COUNT, number, full, empty, COUNT)),
+        (send, (number, full, empty, COUNT)),
+    ], [4, 1], [24, 24])  # fmt: skip

@@ -50,9 +50,9 @@ def launch(kernels: str, dim: int, deterministic: bool) -> None:
     if kernels == "control":
         from benchmarks._hand_over import fa_hand_over
 
-        numbers = torch.zeros(9, dtype=torch.int32).cuda()
-        fa_hand_over[(1,)](numbers, len(numbers), num_warps=4)
-        assert numbers.tolist() == [3 * i for i in range(9)], numbers
+        numbers = torch.zeros(18, dtype=torch.int32).cuda()
+        fa_hand_over[(1,)](numbers, 9, num_warps=4)
+        assert numbers.tolist() == [3 * i for i in range(9)] * 2, numbers
         return
     b, hq, hkv, m, n = SHAPE
     q, k, v, grad = (
