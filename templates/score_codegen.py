@@ -355,6 +355,12 @@ class ScorePrinter:
                 power = self._new(f"{power} * {power}")
         return f"1.0 / {result}" if y < 0 else result
 
+    def raw(self, e: Load) -> tuple[str, str]:
+        """(name of what ``e`` reads, as it lies in memory; the text of ``e`` in terms of that name)."""
+        address, mask = self.element(e, "CAP")
+        name = self._new(f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})")
+        return name, f"{name}.to(tl.float32)" if e.kind == FLOAT else f"({name} != 0)" if e.kind == BOOL else name
+
     def _load(self, e: Load) -> str:
         address, mask = self.element(e, "CAP")
         value = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"

@@ -155,7 +155,7 @@ class ForwardForm(ProgramForm):
 
     Attributes:
         body: the logit over ``scale``, without ``term``.
-        term: what is added to the logits of a key, which may be as low as a mask's fill; None for nothing.
+        term: what is added to the logits of a key, or of a score, which may be as low as a mask's fill; None for nothing.
         fill: the logit of a masked entry, None for -inf. A finite one comes without a band, and with ``rest`` of keys alone.
     """
 
@@ -168,6 +168,17 @@ class ForwardForm(ProgramForm):
         """Whether logits may be huge."""
         return self.term is not None or self.fill is not None
 
+    @property
+    def of_scores(self) -> bool:
+        """Whether something else is added for each query or head: no tile of keys can be left out for it."""
+        return self.term is not None and self.term.depends_on(Q_IDX, H)
+
+    @property
+    def taken_ahead(self) -> tuple[Load, ...]:
+        """What ``term`` reads for every score."""
+        nodes = () if self.term is None else self.term.walk()
+        return tuple(dict.fromkeys(n for n in nodes if isinstance(n, Load) and n.index[-2:] == (Q_IDX, KV_IDX)))
+
 
 @lru_cache(maxsize=512)
 def forward_form_of(spec: AttentionSpec) -> ForwardForm | str:
@@ -179,7 +190,7 @@ def forward_form_of(spec: AttentionSpec) -> ForwardForm | str:
     if masked.fill is None or masked.keep == TRUE or fill == -math.inf:
         fill = None
         if may_be_huge(live):
-            live, term = _key_term(live)
+            live, term = _term(live)
     elif fill is None or fill > VANISHING_FILL or not math.isfinite(fill):
         return f"masked logits are {masked.fill}"
     elif masked.keep.depends_on(Q_IDX, H, SCORE):
@@ -199,13 +210,13 @@ def forward_form_of(spec: AttentionSpec) -> ForwardForm | str:
     return ForwardForm(scale, softcap, lows, highs, rest, plain, body, term, fill)
 
 
-def _key_term(live: Expr) -> tuple[Expr, Expr | None]:
-    """(logit, what is added to it for a key) where they may be told apart; the latter is the same for all heads and queries."""
+def _term(live: Expr) -> tuple[Expr, Expr | None]:
+    """(logit, what is added to it and does not depend on it) where they may be told apart."""
     if isinstance(live, Call) and live.fn in ("add", "sub"):
         x, y = live.args
         if live.fn == "add" and y.depends_on(SCORE):
             x, y = y, x
-        if not y.depends_on(SCORE, Q_IDX, H) and y.depends_on(KV_IDX):
+        if not y.depends_on(SCORE) and y.depends_on(KV_IDX):
             return x, y if live.fn == "add" else call("neg", y)
     return live, None
 
@@ -287,6 +298,10 @@ def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim:
             return f"{load} is gathered for every score"
     for load in (n for n in form.body.walk() if isinstance(n, Load) and n.depends_on(KV_IDX)):
         return f"the logit reads {load} for every {'score' if load.depends_on(Q_IDX) else 'key'}"
+    if form.of_scores:
+        reason = _bias_refusal(form, padded_dim, keys)
+        if reason:
+            return reason
     masks = form.rest != TRUE or form.wide
     if padded_dim == 64 and masks and (form.compares or keys % _TILE):
         # Documents took 268 and 196 TFLOP/s with 2 and 3 consumers against 306; padding, of lengths of whole tiles, 461 and 412.
@@ -295,6 +310,23 @@ def _forward_program_refusal(spec: AttentionSpec, form: ForwardForm, padded_dim:
         return "above head dim 128 other masks than bands spill registers, and were not timed"
     most = MOST_TERMS if padded_dim > 64 else MOST_TERMS_64
     return _costly((form.body,), most) or _unread(form.rest, padded_dim == 128) or _unprintable(printed)
+
+
+def _bias_refusal(form: ForwardForm, padded_dim: int, keys: int) -> str:
+    """Why the forward kernel does not take what is added to every score, "" where it does.
+
+    D128 S4k, TFLOP/s of the general kernel and of this one: a bias of every head 384 and 407, of every sequence 391 and 435; under
+    a causal mask 350 and 183 with the tiles of the default, 310 with tiles of 64 keys.
+    """
+    assert form.term is not None
+    loads = [n for n in form.term.walk() if isinstance(n, Load) and n.depends_on(KV_IDX)]
+    if form.lows or form.highs or form.rest != TRUE:
+        return f"{form.term} is added to every score under a mask"
+    if not loads or set(loads) != set(form.taken_ahead):
+        return f"{form.term} is added, and is not a tensor of a value for every score"
+    if padded_dim != 128 or keys % _TILE:
+        return f"{form.term} is added to every score: timed at head dim 128 and lengths of whole tiles alone"
+    return ""
 
 
 #: Of the forward at head dims up to 64: clipped scores, 3 terms, 385 TFLOP/s of the general kernel and 417; ALiBi on both sides, 5

@@ -38,7 +38,7 @@ class ForwardSource:
         name: of the Gluon module, with a hash of its text. text: what follows the kernel's own text in it.
         arguments: names of the entries of ``captures``: CAP<slot>, CAP<slot>_S<dim>, CAP<slot>_N<dim>, SIZE<i>.
         plain: whether the logit is the kernel's own. masked: whether more than a band masks. wide: whether masked logits are
-            finite and may be huge. sinks: how many.
+            finite and may be huge. sinks: how many. across: whether what is read for every score is the same of all sequences.
         ranges: the text of the kernel that finds the tiles, "" where the band is all that is known of them.
         range_arguments: its arguments after RANGES, and before Q_LEN and KV_LEN.
     """
@@ -50,13 +50,14 @@ class ForwardSource:
     masked: bool
     wide: bool
     sinks: int
+    across: bool = False
     ranges: str = ""
     range_arguments: tuple[str, ...] = ()
 
     @property
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments that the text decides."""
-        return {"PROGRAM": not self.plain, "MASKED": self.masked, "WIDE": self.wide, "SINKS": self.sinks}
+        return {"PROGRAM": not self.plain, "MASKED": self.masked, "WIDE": self.wide, "SINKS": self.sinks, "ACROSS": self.across}
 
 
 def forward_source_of(spec: AttentionSpec, problem: Problem, strides: Sequence[Sequence[int]]) -> ForwardSource:
@@ -80,7 +81,10 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     values = list(dict.fromkeys(head.names[e] for e in outside))
     logit = ScorePrinter(problem.captures, "x", {e: head.names[e] for e in outside})
     logit_text = logit.emit(form.body)
-    mask, sinks = ScorePrinter(problem.captures, "k"), ScorePrinter(problem.captures, "s")
+    ahead = ScorePrinter(problem.captures, "a")
+    taken = {load: ahead.raw(load) for load in form.taken_ahead}
+    mask = ScorePrinter(problem.captures, "k", {load: value for load, (_name, value) in taken.items()})
+    sinks = ScorePrinter(problem.captures, "s")
     masked = f"logit + {mask.emit(form.term)}" if form.term is not None else "logit"
     if form.rest != TRUE:
         fill = 'float("-inf")' if form.fill is None else float_literal(form.fill)
@@ -96,16 +100,22 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
             ("score_logit", f"score, {PARAMETERS}, values", [*unpacked("values", values), *logit.lines], logit_text),
         ]
     if mask_text != "logit":
-        functions.append(("score_masked", f"logit, {PARAMETERS}", mask.lines, mask_text))
+        names_ahead = [name for name, _value in taken.values()]
+        if taken:
+            functions.append(("score_ahead", PARAMETERS, ahead.lines, as_tuple(names_ahead)))
+        lines = [*unpacked("ahead", names_ahead), *mask.lines]
+        functions.append(("score_masked", f"logit, {PARAMETERS}, ahead", lines, mask_text))
     if names:
         functions.append(("score_sinks", "b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures", sinks.lines, as_tuple(names)))
-    text, arguments, digest = written(functions, (head, logit, mask, sinks), problem, fixed)
-    ranges, range_arguments = tile_ranges(
-        program, form.rest, problem, fixed, keys=True, term=form.term, rows_keep=form.fill is not None
-    )
+    text, arguments, digest = written(functions, (head, logit, ahead, mask, sinks), problem, fixed)
+    ranges, range_arguments = "", ()
+    if not form.of_scores:
+        ranges, range_arguments = tile_ranges(
+            program, form.rest, problem, fixed, keys=True, term=form.term, rows_keep=form.fill is not None
+        )
     return ForwardSource(
-        f"fa_gluon_forward_{digest}", text, arguments, form.plain, mask_text != "logit", form.wide, len(names), ranges,
-        range_arguments,
+        f"fa_gluon_forward_{digest}", text, arguments, form.plain, mask_text != "logit", form.wide, len(names),
+        program.shares_batches, ranges, range_arguments,
     )  # fmt: skip
 
 

@@ -55,14 +55,24 @@ def accumulator_layout(columns):
 
 
 @gluon.jit
-def tile_of(work, q_len, num_heads, total_heads, SECTION: gl.constexpr, ROWS: gl.constexpr):
-    """(first query row, batch, head): SECTION heads run side by side and share K and V in L2, the longest rows first."""
+def tile_of(work, q_len, num_heads, total_heads, SECTION: gl.constexpr, ROWS: gl.constexpr, ACROSS: gl.constexpr = False):
+    """(first query row, batch, head): SECTION heads run side by side and share K and V in L2, the longest rows first.
+
+    ACROSS: a head's sequences follow each other, which share what does not depend on the sequence, not a sequence's heads.
+    """
     num_tiles = (q_len + ROWS - 1) // ROWS
     section = work // (num_tiles * SECTION)
     inside = work - section * (num_tiles * SECTION)
     width = gl.minimum(SECTION, total_heads - section * SECTION)
     head = section * SECTION + inside % width
-    return (num_tiles - 1 - inside // width) * ROWS, head // num_heads, head % num_heads
+    if ACROSS:
+        batch = total_heads // num_heads
+        b = head % batch
+        h = head // batch
+    else:
+        b = head // num_heads
+        h = head % num_heads
+    return (num_tiles - 1 - inside // width) * ROWS, b, h
 
 
 @gluon.jit
@@ -113,6 +123,7 @@ def key_tiles(
 def producer(
     operands, ranges, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
     DYNAMIC: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, V_TRANSPOSED: gl.constexpr,
+    ACROSS: gl.constexpr = False,
 ):  # fmt: skip
     """Loads for every tile of this program. V_TRANSPOSED: V lies as [B, H, V_DIM, N]."""
     (
@@ -125,7 +136,7 @@ def producer(
     total = (q_len + ROWS - 1) // ROWS * total_heads
     work = gl.program_id(0)
     while work < total:
-        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS)
+        q_first, b, h = tile_of(work, q_len, num_heads, total_heads, SECTION, ROWS, ACROSS)
         first, _full_first, _full_end, end = key_tiles(q_first, q_len, kv_len, low, high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS)
         kv_head = h // group
         for w in gl.static_range(CONSUMERS):
@@ -250,11 +261,11 @@ def begin(W: gl.constexpr, at, QK_DIM: gl.constexpr, CONSUMERS: gl.constexpr, OW
 @gluon.jit
 def next_rows(
     W: gl.constexpr, work, at, ranges, KEYS: gl.constexpr, CONSUMERS: gl.constexpr, SECTION: gl.constexpr,
-    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
+    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, ACROSS: gl.constexpr = False,
 ):  # fmt: skip
     """(first row of consumer W, batch, head) of tile ``work``, and its :func:`key_tiles`."""
     ROWS: gl.constexpr = 64 * CONSUMERS
-    q_first, b, h = tile_of(work, at.q_len, at.num_heads, at.total_heads, SECTION, ROWS)
+    q_first, b, h = tile_of(work, at.q_len, at.num_heads, at.total_heads, SECTION, ROWS, ACROSS)
     first, full_first, full_end, end = key_tiles(
         q_first, at.q_len, at.kv_len, at.low, at.high, b, ranges, HAS_LOW, HAS_HIGH, ROWS, KEYS
     )

@@ -32,7 +32,7 @@ from fa_inductor.templates.sm90.gluon_parts import (
 
 # What a score program computes, where it is more than a scale, a softcap and a band. A module that
 # :mod:`fa_inductor.templates.sm90.forward_source` generates holds this file's text and, after it, definitions of its own of
-# these four. ``score`` is S [64, KEYS], ``q_idx`` [64, 1] and ``kv_idx`` [1, KEYS] lie within the lengths.
+# these. ``score`` is S [64, KEYS], ``q_idx`` [64, 1] and ``kv_idx`` [1, KEYS] lie within the lengths.
 
 
 @gluon.jit
@@ -48,9 +48,15 @@ def score_logit(score, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, val
 
 
 @gluon.jit
-def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures):
+def score_ahead(b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures):
+    """What :func:`score_masked` takes of memory for every score, as it lies there: asked for before the scores are there."""
+    return (0,)
+
+
+@gluon.jit
+def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, ahead):
     """``logit``, or -inf where the program masks it by more than a band. With WIDE it is the logit itself, and what the program
-    adds to it for a key is added here."""
+    adds to it for a key or a score is added here."""
     return logit
 
 
@@ -89,11 +95,33 @@ def queries_from(row_first, q_len, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def places(at, row_first, n, KEYS: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Queries [64, 1] and keys [1, KEYS] of a tile of scores; those past the ends repeat the last ones."""
+    at_kv = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    if not EVEN:
+        at_kv = gl.minimum(at_kv, at.kv_len - 1)
+    return queries_from(row_first, at.q_len, LAYOUT)[:, None], at_kv[None, :]
+
+
+@gluon.jit
+def taken_ahead(
+    at, row_first, n, b, h, captures, EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    ahead = (0,)
+    if EDGE and MASKED:
+        at_q, at_kv = places(at, row_first, n, KEYS, EVEN, LAYOUT)
+        ahead = score_ahead(b, h, at_q, at_kv, at.q_len, at.kv_len, captures)
+    return ahead
+
+
+@gluon.jit
 def softmax(
-    s, m, denom, at, row_first, n, b, h, captures, values,
+    s, m, denom, at, row_first, n, b, h, captures, values, ahead,
     seen_first, seen_end, clear_first, clear_end,
     EDGE: gl.constexpr, KEYS: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
-    SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, RANGED: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of scores into probabilities: (p, maximum, sum, what the earlier output is multiplied with).
 
@@ -103,18 +131,14 @@ def softmax(
     if SOFTCAP:
         s = tanh(s * at.cap)
     if PROGRAM or (EDGE and MASKED):
-        at_q = queries_from(row_first, at.q_len, LAYOUT)[:, None]
-        at_kv = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-        if not EVEN:
-            at_kv = gl.minimum(at_kv, at.kv_len - 1)
-        at_kv = at_kv[None, :]
+        at_q, at_kv = places(at, row_first, n, KEYS, EVEN, LAYOUT)
     if PROGRAM:
         s = score_logit(s, b, h, at_q, at_kv, at.q_len, at.kv_len, captures, values)
     if EDGE and MASKED:
         if WIDE:
             s = s * (at.scale * 0.6931471805599453)
-        if (n < clear_first) | (n + KEYS > clear_end):
-            s = score_masked(s, b, h, at_q, at_kv, at.q_len, at.kv_len, captures)
+        if not RANGED or (n < clear_first) | (n + KEYS > clear_end):
+            s = score_masked(s, b, h, at_q, at_kv, at.q_len, at.kv_len, captures, ahead)
     if EDGE:
         q_idx = row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         kv_idx = n + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
@@ -122,7 +146,7 @@ def softmax(
             s = gl.where(kv_idx[None, :] <= (q_idx + at.high)[:, None], s, -float("inf"))
         if HAS_LOW:
             s = gl.where(kv_idx[None, :] >= (q_idx + at.low)[:, None], s, -float("inf"))
-        if MASKED:
+        if MASKED and RANGED:
             # ``seen_end`` is no more than ``at.kv_len``.
             s = gl.where(((kv_idx >= seen_first) & (kv_idx < seen_end))[None, :], s, -float("inf"))
         elif not EVEN:
@@ -154,14 +178,16 @@ def step(
     seen_first, seen_end, clear_first, clear_end,
     W: gl.constexpr, EDGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PING_PONG: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
-    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
+    PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, RANGED: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the keys from ``n``, load ``i``, while tile ``i - 1`` is multiplied with V. ``t`` counts the turns."""
+    ahead = taken_ahead(at, row_first, n, b, h, captures, EDGE, KEYS, EVEN, MASKED, S_LAYOUT)
     s, o_token = products(i, t, q, at, p, acc, W, KEYS, STAGES, CONSUMERS, PING_PONG, S_LAYOUT)
     p, m, denom, alpha = softmax(
-        s, m, denom, at, row_first, n, b, h, captures, values,
-        seen_first, seen_end, clear_first, clear_end, EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT,
+        s, m, denom, at, row_first, n, b, h, captures, values, ahead,
+        seen_first, seen_end, clear_first, clear_end, EDGE, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
+        RANGED, S_LAYOUT,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(at.v_empty.index((i - 1) % STAGES))
@@ -175,16 +201,18 @@ def consumer(
     SECTION: gl.constexpr, DYNAMIC: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PING_PONG: gl.constexpr,
     OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, SOFTCAP: gl.constexpr,
     DEAD_ZERO: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr, SINKS: gl.constexpr,
+    ACROSS: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = accumulator_layout(KEYS)
     O_LAYOUT: gl.constexpr = accumulator_layout(V_DIM)
+    RANGED: gl.constexpr = ranges is not None
     q, o_tile, work, total = begin(W, at, QK_DIM, CONSUMERS, OWN_O)
     loaded = 0
     t = 0
     done = 0
     while work < total:
         row_first, b, h, first, full_first, full_end, end = next_rows(
-            W, work, at, ranges, KEYS, CONSUMERS, SECTION, HAS_LOW, HAS_HIGH
+            W, work, at, ranges, KEYS, CONSUMERS, SECTION, HAS_LOW, HAS_HIGH, ACROSS
         )
         seen_first, seen_end, whole_first, whole_end, clear_first, clear_end = seen_by(ranges, b, row_first, at.q_len, at.kv_len)
         if MASKED:
@@ -206,11 +234,12 @@ def consumer(
         acc = gl.zeros([64, V_DIM], gl.float32, O_LAYOUT)
 
         mbarrier.wait(at.q_full.index(W), done & 1)
+        ahead = taken_ahead(at, row_first, (end - 1) * KEYS, b, h, captures, True, KEYS, EVEN, MASKED, S_LAYOUT)
         s = first_scores(q, loaded, at, KEYS, QK_DIM, STAGES, S_LAYOUT)
         p, m, denom, _alpha = softmax(
-            s, m, denom, at, row_first, (end - 1) * KEYS, b, h, captures, values,
+            s, m, denom, at, row_first, (end - 1) * KEYS, b, h, captures, values, ahead,
             seen_first, seen_end, clear_first, clear_end, True, KEYS, EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE,
-            S_LAYOUT,
+            RANGED, S_LAYOUT,
         )  # fmt: skip
         p = as_operand(p, q.dtype, O_LAYOUT)
         if HAS_HIGH or not EVEN or MASKED:
@@ -218,20 +247,20 @@ def consumer(
                 p, m, denom, acc = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, at, p, m, denom, acc, row_first, b, h, captures, values,
                     seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
-                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, RANGED, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
         for j in range(gl.maximum(end - full_end, 1), end - full_first):
             p, m, denom, acc = step(
                 loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, at, p, m, denom, acc, row_first, b, h, captures, values,
                 seen_first, seen_end, clear_first, clear_end, W, False, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
-                HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT,
+                HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, RANGED, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
         if HAS_LOW or MASKED:
             for j in range(gl.maximum(end - full_first, 1), end - first):
                 p, m, denom, acc = step(
                     loaded + j, t + j - 1, (end - 1 - j) * KEYS, q, at, p, m, denom, acc, row_first, b, h, captures, values,
                     seen_first, seen_end, clear_first, clear_end, W, True, KEYS, STAGES, CONSUMERS, PING_PONG, EVEN,
-                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, S_LAYOUT, O_LAYOUT,
+                    HAS_LOW, HAS_HIGH, SOFTCAP, PROGRAM, MASKED, WIDE, RANGED, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
         if OWN_O:
             mbarrier.arrive(at.q_empty.index(W))
@@ -264,7 +293,7 @@ def flash_forward(
     REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr, OWN_O: gl.constexpr, EVEN: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr,
     SOFTCAP: gl.constexpr, DEAD_ZERO: gl.constexpr, PROGRAM: gl.constexpr, MASKED: gl.constexpr, WIDE: gl.constexpr,
-    SINKS: gl.constexpr,
+    SINKS: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ``softmax(band(q k^T * scale)) v``; with SOFTCAP of ``softmax(band(tanh(q k^T * cap) * scale)) v``.
 
@@ -274,7 +303,7 @@ def flash_forward(
     OWN_O: the output leaves through a buffer of its own, so that the next queries are loaded before it is stored.
     Of a module with a score program of its own (PROGRAM, or MASKED and SINKS where only the mask and the sinks are more)
     ``captures`` are what that text names, and ``ranges`` as in :func:`key_tiles`, or None. SINKS: how many. WIDE: what MASKED
-    adds may be huge.
+    adds may be huge. ACROSS as in :func:`tile_of`.
     """
     QK_DIM: gl.constexpr = q_desc.block_type.shape[3]
     V_DIM: gl.constexpr = v_desc.block_type.shape[3]
@@ -287,27 +316,27 @@ def flash_forward(
         gl.warp_specialize([
             (consumer, (
                 0, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS, ACROSS,
             )),
             (consumer, (
                 1, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS, ACROSS,
             )),
-            (producer, (for_producer, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
+            (producer, (for_producer, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False, ACROSS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
                 0, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS, ACROSS,
             )),
             (consumer, (
                 1, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS, ACROSS,
             )),
             (consumer, (
                 2, for_consumers, captures, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, QK_DIM, V_DIM, PING_PONG, OWN_O,
-                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS,
+                EVEN, HAS_LOW, HAS_HIGH, SOFTCAP, DEAD_ZERO, PROGRAM, MASKED, WIDE, SINKS, ACROSS,
             )),
-            (producer, (for_producer, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False)),
+            (producer, (for_producer, ranges, KEYS, STAGES, CONSUMERS, SECTION, DYNAMIC, HAS_LOW, HAS_HIGH, False, ACROSS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -42,7 +42,7 @@ RECORD = gl.constexpr(16)
 
 
 @gluon.jit
-def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures):
+def score_masked(logit, b_idx, h_idx, q_idx, kv_idx, Q_LEN, KV_LEN, captures, ahead):
     """``logit``, or -inf where the program masks it by more than a band."""
     return logit
 
@@ -228,7 +228,7 @@ def masked_scores(
                     at_kv = gl.minimum(at_kv, kv_len - 1)
                 b = read(records, record + 1)
                 h = read(records, record + 2)
-                s = score_masked(s, b, h, at_q, at_kv[None, :], q_len, kv_len, captures)
+                s = score_masked(s, b, h, at_q, at_kv[None, :], q_len, kv_len, captures, (0,))
             # As in ``banded``.
             even = kv & ~6
             own = (kv & 6) + n

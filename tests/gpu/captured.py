@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -92,6 +93,20 @@ def _sinks(batch: int, heads: int, m: int, _n: int) -> list[Tensor]:
     return [torch.randn(heads), torch.randn(batch, m)]
 
 
+def _bias(_batch: int, heads: int, m: int, n: int) -> list[Tensor]:
+    """Some of it masks: a row as a whole, keys of some rows by -inf or by the least number."""
+    found = torch.randn(heads, m, n).bfloat16()
+    found[:, m // 2] = -math.inf
+    found[0, :, : n // 3] = -math.inf
+    found[-1, : m // 3, n // 2 :] = torch.finfo(torch.bfloat16).min
+    return [found]
+
+
+def _bias_of_batches(batch: int, _heads: int, m: int, n: int) -> list[Tensor]:
+    """Rows lie apart, and queries side by side."""
+    return [torch.randn(batch, 1, n, m + 3).transpose(2, 3)[:, :, :m]]
+
+
 #: What the forward alone takes.
 FORWARD = {
     "lengths_alone": ("score=where(kv_idx < i0[b], score * 0.1, -inf), dead_rows='zero'", _lengths),
@@ -100,5 +115,7 @@ FORWARD = {
     "padding_added_causal": (
         f"score=where({CAUSAL}, score * 0.1 + (1.0 - cast_float(i0[b, kv_idx])) * -3.3e38, -inf)", _real
     ),
+    "bias": ("score=score * 0.1 + f0[h, q_idx, kv_idx], dead_rows='zero'", _bias),
+    "bias_nan": ("score=tanh(score * 0.02) * 20.0 - f0[b, 0, q_idx, kv_idx] * -1.5", _bias_of_batches),
     "padding_finite": ("score=where(i0[b, kv_idx] != 0, score * 0.1, -1e9)", _real),
 }  # fmt: skip

@@ -115,7 +115,8 @@ def test_lengths_of_tiles() -> None:
     """Where every tile ends with the keys and the queries, and documents and padding begin with a tile."""
     torch.manual_seed(0)
     for dim in (64, 128):
-        for name in ("documents", "padding_zero", "lengths_alone", "padding_added", "padding_finite", "alibi", "sinks"):
+        names = ("documents", "padding_zero", "lengths_alone", "padding_added", "padding_finite", "alibi", "sinks", "bias", "bias_nan")
+        for name in names:
             check_captured(name, (3, 4, 2, 768, 1152), (dim, dim), torch.bfloat16)
 
 

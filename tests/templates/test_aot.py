@@ -337,6 +337,7 @@ _KEEP = ("i1", (4, 4096))
         ("attention(score=minimum(maximum(score * 0.1, -5.0), 5.0))", (), 128, 4096, 0),
         ("attention(score=score * f0[h, i1[b, q_idx]] + sigmoid(erf(score)))", (("fp32", (16, 32)), _IDS), 128, 4096, 16),
         ("attention(score=where(m0[b, 0, q_idx, kv_idx], score, -inf), dead_rows='zero')", (_TILE,), 128, 4096, 48),
+        ("attention(score=score * 0.088 + f0[h, q_idx, kv_idx])", (("bf16", (16, 4096, 4096)),), 128, 4096, 48),
     ],
 )
 def test_gluon_forward_of_programs(program: str, captures: Any, dim: int, length: int, stack: int) -> None:

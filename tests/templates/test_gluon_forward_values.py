@@ -47,6 +47,15 @@ def sinks(batch: int, heads: int, m: int, _n: int) -> list[Tensor]:
     return [torch.randn(heads), torch.randn(batch, m)]
 
 
+def bias(batch: int, heads: int, m: int, n: int) -> list[Tensor]:
+    """Some of it masks: a row as a whole, keys of some rows by -inf or by float32's least number."""
+    found = torch.randn(heads, m, n)
+    found[:, m // 2] = -math.inf
+    found[0, :, : n // 3] = -math.inf
+    found[-1, : m // 3, n // 2 :] = torch.finfo(torch.float32).min
+    return [found]
+
+
 #: Program, captured tensors, (batch, query heads, key heads, queries, keys).
 CASES: dict[str, tuple[str, Captures | None, tuple[int, int, int, int, int]]] = {
     **{name: case for name, case in BACKWARD_CASES.items() if name != "causal"},
@@ -62,6 +71,8 @@ CASES: dict[str, tuple[str, Captures | None, tuple[int, int, int, int, int]]] = 
     "term_causal": (
         f"score=where({CAUSAL}, score * 0.1 + (1.0 - cast_float(i0[b, kv_idx])) * -3.3e38, -inf)", real, (3, 2, 1, 200, 200)
     ),
+    "bias": ("score=score * 0.1 + f0[h, q_idx, kv_idx], dead_rows='zero'", bias, (2, 2, 1, 130, 384)),
+    "bias_nan": ("score=tanh(score * 0.1) * 5.0 - f0[h, q_idx, kv_idx] * -1.5", bias, (3, 2, 2, 200, 200)),
     "holes": (
         f"score=where(({CAUSAL}) & m0[b, kv_idx], score * 0.1 + f1[b, kv_idx], -inf), dead_rows='zero'",
         lambda b, _h, _m, n: [torch.rand(b, n) < 0.8, torch.where(torch.rand(b, n) < 0.9, 0.0, 2.0)], (2, 2, 2, 200, 300)
@@ -138,7 +149,7 @@ def test_values(name: str, keys: int, consumers: int, stream: bool) -> None:
     values = {a: captures[int(a[3])].stride(int(a[6])) for a in source.arguments if "_S" in a}
     named = tuple(Number.of(values[a]) if a in values else Pointer(captures[int(a[3])].flatten()) for a in source.arguments)
     ranges = Pointer(ranges_of(captures, asked, shape).flatten()) if source.ranges else None
-    assert bool(source.ranges) == (form.wide or (form.rest != TRUE and name != "tile"))
+    assert bool(source.ranges) == ((form.wide and not form.of_scores) or (form.rest != TRUE and name != "tile"))
     low, high = form.band(m, n, [])
     out, lse = torch.full((b, h, m, d), 7.0, dtype=torch.float16), torch.full((b * h * m,), 7.0)
     tiles = ((q, 64, d), (k, keys, d), (v, keys, d), (out, 64, d))
@@ -152,7 +163,7 @@ def test_values(name: str, keys: int, consumers: int, stream: bool) -> None:
     }  # fmt: skip
     if stream:
         constants["STAGES"] = 256 // keys
-        for name in ("OWN_O", "PROGRAM", "WIDE"):
+        for name in ("OWN_O", "PROGRAM", "WIDE", "ACROSS"):
             del constants[name]
     launch(forward_kernel(source, stream), 2, [*arguments, named or None, ranges], constants)
     nan = torch.isnan(want)

@@ -195,8 +195,19 @@ def test_backward_of_programs(program: str, dim: int, more: dict[str, object], r
         ("where(m0[b, h, kv_idx], score * 0.1, -1e9)", 128, "may be all that a row has"),
         (f"where(({CAUSAL}) & m0[b, kv_idx], score * 0.1, -1e9)", 128, "may be all that a row has"),
         ("score * 0.1 + (1.0 - cast_float(i0[b, kv_idx])) * -3e38", 128, ""),
-        ("score * 0.1 + f0[b, h, kv_idx]", 128, "huge"),
-        ("score * 0.1 + f0[h, q_idx, kv_idx]", 128, "huge"),
+        ("score * 0.1 + f0[b, h, kv_idx]", 128, "not a tensor of a value for every score"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx]", 128, ""),
+        ("score * 0.1 - f0[b, 0, q_idx, kv_idx]", 128, ""),
+        ("score * 0.1 - f0[b, 0, q_idx, kv_idx] * 2.0", 128, "for every score"),
+        ("tanh(score * 0.02) * 30.0 + f0[h, q_idx, kv_idx]", 128, ""),
+        ("score * 0.1 + f0[h, q_idx, kv_idx]", 64, "timed at head dim 128"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx]", 256, "timed at head dim 128"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx] + f1[b, 0, q_idx, kv_idx]", 128, "huge"),
+        ("score * 0.1 + f0[h, kv_idx, q_idx]", 128, "gathered"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx] + f1[h, kv_idx]", 128, "huge"),
+        (f"where({CAUSAL}, score * 0.1 + f0[h, q_idx, kv_idx], -inf)", 128, "under a mask"),
+        ("where(m0[b, kv_idx], score * 0.1 + f1[h, q_idx, kv_idx], -inf)", 128, "under a mask"),
+        ("score * 0.1 + f0[h, q_idx, kv_idx], sinks=[f1[h]]", 128, "sinks"),
         ("score * 0.1 + f0[b, kv_idx], sinks=[f1[h]]", 128, "sinks"),
         (f"where({CAUSAL}, score, -inf), sinks=[f0[h]]", 128, ""),
         ("score * f0[h, kv_idx]", 128, "for every key"),
@@ -214,6 +225,12 @@ def test_forward_of_programs(program: str, dim: int, reason: str) -> None:
     asked = AttentionSpec.parse(f"attention(score={program})")
     found = refusal(asked, "bfloat16", dim, dim, 16384, 16384, 64)
     assert (reason in found) if reason else not found
+
+
+def test_bias_of_lengths_inside_of_a_tile() -> None:
+    asked = spec("score * 0.1 + f0[h, q_idx, kv_idx]")
+    assert "whole tiles" in refusal(asked, "bfloat16", 128, 128, 4096, 4000, 256)
+    assert not refusal(asked, "bfloat16", 128, 128, 4000, 4096, 256)
 
 
 def test_padding_of_lengths_inside_of_a_tile() -> None:
