@@ -436,7 +436,7 @@ def _backward_kernels(
     import torch
     from torch._inductor.lowering import lowerings, to_dtype
 
-    from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
+    from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, recomputes_delta, rows_kernel
 
     aten, spec = torch.ops.aten, o.spec
     batch, heads, kv_heads, rows, cols = o.extents
@@ -451,12 +451,13 @@ def _backward_kernels(
     product = lowerings[aten.mul](to_dtype(out, torch.float32), to_dtype(do, torch.float32))
     tensors["DELTA"] = contiguous(lowerings[aten.sum](product, axis=[-1]))
     if is_wide(spec, problem):
-        tensors["ROW_LOG"] = empty_like(o.q, [batch, heads, rows], None, torch.float32)
+        written = ("ROW_LOG", "ROW_DELTA") if recomputes_delta(spec, problem) else ("ROW_LOG",)
+        tensors.update({name: empty_like(o.q, [batch, heads, rows], None, torch.float32) for name in written})
         layout = layout_like(o.q, [batch, heads, rows], None, torch.float32)
         row_max = run("rows", lambda c: rows_kernel(spec, problem, c), layout, by_query)
         if row_max is None:
             return None
-        tensors["ROW_MAX"] = row_max
+        tensors["ROW_MAX"], tensors["DELTA"] = row_max, tensors.get("ROW_DELTA", tensors["DELTA"])
 
     def dense(like: Any) -> tuple[list[Any], list[Any]]:
         size = list(like.get_size())

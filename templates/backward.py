@@ -30,6 +30,11 @@ def is_wide(spec: AttentionSpec, problem: Problem) -> bool:
     return Program.of(spec, problem).wide
 
 
+def recomputes_delta(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether the rows kernel also writes ROW_DELTA, which the others then take for DELTA."""
+    return Program.of(spec, problem).single
+
+
 def _row_inputs(program: Program) -> tuple[str, ...]:
     return ("ROW_MAX", "ROW_LOG") if program.wide else ("LSE",)
 
@@ -90,7 +95,10 @@ def _kernel(
 
 @lru_cache(maxsize=512)
 def rows_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> KernelSource:
-    """Render the kernel that computes ROW_MAX (main output) and ROW_LOG; needed where :func:`is_wide`."""
+    """Render the kernel that computes ROW_MAX (main output), ROW_LOG and where :func:`recomputes_delta` ROW_DELTA.
+
+    Needed where :func:`is_wide`.
+    """
     program = Program.of(spec, problem)
     spec = program.spec
     body = program.body(spec.score)
@@ -100,13 +108,16 @@ def rows_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
         rows.emit(e)
     tile = ScorePrinter(problem.captures, "e", rows.names)
     tile.assign("logit", body)
-    captures = used_captures(spec.expressions, -1)
-    arguments = ("Q", "K", "V", "LSE", "ROW_LOG", *(f"CAP{s}" for s, _ in captures))
+    exact = program.single
+    captures = used_captures(spec.expressions, spec.seed_slot if exact else -1)
+    outputs = ("ROW_LOG", "ROW_DELTA") if exact else ("ROW_LOG",)
+    inputs = ("Q", "K", "V", "DO", "DELTA", "LSE") if exact else ("Q", "K", "V", "LSE")
+    arguments = (*inputs, *outputs, *(f"CAP{s}" for s, _ in captures))
     context = _context(program, problem, config, arguments, captures, rows.lines + tile.lines)
-    context.update(row_lines=rows.lines, edge_lines=tile.lines, sinks=len(spec.sinks))
+    context.update(row_lines=rows.lines, edge_lines=tile.lines, sinks=len(spec.sinks), exact_delta=exact)
     constants = {**_constants(program, problem, config), "UNIT": 1.0 / program.scale, "LSE_LIMIT": LSE_LIMIT[problem.element]}
     functions = rows.functions | tile.functions
-    return _kernel("rows", functions, context, arguments, ("ROW_LOG",), constants, config, output_rank=3)
+    return _kernel("rows", functions, context, arguments, outputs, constants, config, output_rank=3)
 
 
 @lru_cache(maxsize=512)

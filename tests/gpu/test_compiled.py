@@ -53,6 +53,11 @@ def test_training_step(name: str) -> None:
     train(families.BY_NAME[name], torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["saturated", "saturated_causal", "saturated_factors", "saturated_dropout"])
+def test_training_step_saturated(name: str) -> None:
+    train(families.BY_NAME[name], torch.float32)
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 2, 300, 300, 64, 64), (2, 8, 4, 130, 5000, 64, 64)])
 def test_strides_that_inductor_would_pad(shape: tuple[int, ...]) -> None:
     """More than 1024 rows a batch, and not in multiples of 128 bytes; of the second shape the keys are shared out."""
