@@ -33,6 +33,15 @@ def test_saturated() -> None:
     check([f.name for f in SATURATED], "float32", 1)
 
 
+def test_trained_factor() -> None:
+    command = [sys.executable, "-m", "tests.templates.interpret_factor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 3
+    assert [r for r in reports if not r["ours"] <= 2.0 * r["eager"] + 1e-6] == []
+
+
 @pytest.mark.parametrize("splits", [2, 5])
 def test_keys_are_split(splits: int) -> None:
     """With five parts some have no key at all."""
