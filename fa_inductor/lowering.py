@@ -22,7 +22,7 @@ from typing import Any
 from fa_inductor import _compat
 from fa_inductor.bounds import Facts
 from fa_inductor.cpu_plan import plain_scale
-from fa_inductor.lowering_buffers import empty_like, layout_like, zeros_like
+from fa_inductor.lowering_buffers import contiguous, empty_like, layout_like, zeros_like
 from fa_inductor.lowering_operands import Cache, Operands, hint, number, problem_of, realised
 from fa_inductor.lowering_splits import merged, shared_out
 from fa_inductor.spec import AttentionSpec, CacheForm
@@ -408,7 +408,7 @@ def lower_backward(
         return _fallback(ops.flash_attention_backward, args, answer.reason)
     if kernel == "triton" and _hopper_backward(o, problem, request):
         asked = Program.of(spec, problem).spec
-        operands = (do, o.q, o.k, o.v, realised(out), realised(lse))
+        operands = (do, o.q, o.k, o.v, realised(out), contiguous(lse))
         why = f"{select.HOPPER} was chosen"
         if isinstance(form_of(asked), str):
             more = (o.captures, o.sizes, asked.program, list(needs_grad))
@@ -416,7 +416,7 @@ def lower_backward(
         return list(_fallback(ops.hopper_attention_backward, (*operands, o.sizes, asked.program), why))
     arch = select.architecture(request.capability)
     assert arch is not None
-    grads = _backward_kernels(o, do, out, realised(lse), problem, arch, slots, needs_grad)
+    grads = _backward_kernels(o, do, out, contiguous(lse), problem, arch, slots, needs_grad)
     if grads is None:
         return _fallback(ops.flash_attention_backward, args, "no configuration compiles")
     return grads
@@ -436,7 +436,7 @@ def _backward_kernels(
     import torch
     from torch._inductor.lowering import lowerings, to_dtype
 
-    from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
+    from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, recomputes_delta, rows_kernel
 
     aten, spec = torch.ops.aten, o.spec
     batch, heads, kv_heads, rows, cols = o.extents
@@ -449,16 +449,15 @@ def _backward_kernels(
 
     # Inductor fuses this reduction with whatever produced grad_out.
     product = lowerings[aten.mul](to_dtype(out, torch.float32), to_dtype(do, torch.float32))
-    delta = lowerings[aten.sum](product, axis=[-1])
-    delta.realize()
-    tensors["DELTA"] = realised(delta)
+    tensors["DELTA"] = contiguous(lowerings[aten.sum](product, axis=[-1]))
     if is_wide(spec, problem):
-        tensors["ROW_LOG"] = empty_like(o.q, [batch, heads, rows], None, torch.float32)
+        written = ("ROW_LOG", "ROW_DELTA") if recomputes_delta(spec, problem) else ("ROW_LOG",)
+        tensors.update({name: empty_like(o.q, [batch, heads, rows], None, torch.float32) for name in written})
         layout = layout_like(o.q, [batch, heads, rows], None, torch.float32)
         row_max = run("rows", lambda c: rows_kernel(spec, problem, c), layout, by_query)
         if row_max is None:
             return None
-        tensors["ROW_MAX"] = row_max
+        tensors["ROW_MAX"], tensors["DELTA"] = row_max, tensors.get("ROW_DELTA", tensors["DELTA"])
 
     def dense(like: Any) -> tuple[list[Any], list[Any]]:
         size = list(like.get_size())

@@ -22,6 +22,20 @@ def empty_like(like: Any, size: Sequence[Any], stride: Sequence[Any] | None, dty
     return made
 
 
+def contiguous(x: Any) -> Any:
+    """``x`` as a contiguous buffer, copied only where it has other strides already.
+
+    For what kernels address without strides: where Inductor may choose a layout, it pads strides above 1024 elements to multiples
+    of 128 bytes (torch._inductor.config.comprehensive_padding).
+    """
+    from torch._inductor import ir
+
+    x.realize()
+    x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, ir.FlexibleLayout.contiguous_strides(x.get_size())))
+    x.freeze_layout()
+    return x
+
+
 def zeros_like(like: Any) -> Any:
     """A zeroed contiguous float32 buffer of ``like``'s shape, for a kernel to add into."""
     import torch

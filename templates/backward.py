@@ -17,9 +17,11 @@ from fa_inductor.templates.rendering import KernelSource, Problem, common_consta
 from fa_inductor.templates.score_codegen import ScorePrinter, hoistable
 from fa_inductor.templates.tiles import plan
 
-#: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024, 2e-6 at 32) is too coarse for exp(logit - lse), by
-#: the bytes of an operand's element.
-LSE_LIMIT = {2: 1024.0, 4: 32.0}
+#: Magnitude of a log-sum-exp from which half an ulp of float32 (3e-5 at 1024, 1e-6 at 16) is too coarse for exp(logit - lse), by
+#: the bytes of an operand's element. In float32 also from which scores are large enough to show that dP and DELTA were rounded
+#: apart: with 32 the gradient of a trained factor is up to 4 times as far off as eager code's, with 16 no farther, and 8 gains
+#: nothing (tests/templates/interpret_factor.py).
+LSE_LIMIT = {2: 1024.0, 4: 16.0}
 
 _PROPAGATE = "propagate_nan=tl.PropagateNan.ALL"
 _ATOMIC = 'tl.atomic_add({}, {}, mask={}, sem="relaxed")'
@@ -28,6 +30,11 @@ _ATOMIC = 'tl.atomic_add({}, {}, mask={}, sem="relaxed")'
 def is_wide(spec: AttentionSpec, problem: Problem) -> bool:
     """Whether the backward reads ROW_MAX and ROW_LOG from the rows kernel instead of the forward's LSE."""
     return Program.of(spec, problem).wide
+
+
+def recomputes_delta(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether the rows kernel also writes ROW_DELTA, which the others then take for DELTA."""
+    return Program.of(spec, problem).single
 
 
 def _row_inputs(program: Program) -> tuple[str, ...]:
@@ -90,7 +97,10 @@ def _kernel(
 
 @lru_cache(maxsize=512)
 def rows_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> KernelSource:
-    """Render the kernel that computes ROW_MAX (main output) and ROW_LOG; needed where :func:`is_wide`."""
+    """Render the kernel that computes ROW_MAX (main output), ROW_LOG and where :func:`recomputes_delta` ROW_DELTA.
+
+    Needed where :func:`is_wide`.
+    """
     program = Program.of(spec, problem)
     spec = program.spec
     body = program.body(spec.score)
@@ -100,13 +110,16 @@ def rows_kernel(spec: AttentionSpec, problem: Problem, config: TileConfig) -> Ke
         rows.emit(e)
     tile = ScorePrinter(problem.captures, "e", rows.names)
     tile.assign("logit", body)
-    captures = used_captures(spec.expressions, -1)
-    arguments = ("Q", "K", "V", "LSE", "ROW_LOG", *(f"CAP{s}" for s, _ in captures))
+    exact = program.single
+    captures = used_captures(spec.expressions, spec.seed_slot if exact else -1)
+    outputs = ("ROW_LOG", "ROW_DELTA") if exact else ("ROW_LOG",)
+    inputs = ("Q", "K", "V", "DO", "DELTA", "LSE") if exact else ("Q", "K", "V", "LSE")
+    arguments = (*inputs, *outputs, *(f"CAP{s}" for s, _ in captures))
     context = _context(program, problem, config, arguments, captures, rows.lines + tile.lines)
-    context.update(row_lines=rows.lines, edge_lines=tile.lines, sinks=len(spec.sinks))
+    context.update(row_lines=rows.lines, edge_lines=tile.lines, sinks=len(spec.sinks), exact_delta=exact)
     constants = {**_constants(program, problem, config), "UNIT": 1.0 / program.scale, "LSE_LIMIT": LSE_LIMIT[problem.element]}
     functions = rows.functions | tile.functions
-    return _kernel("rows", functions, context, arguments, ("ROW_LOG",), constants, config, output_rank=3)
+    return _kernel("rows", functions, context, arguments, outputs, constants, config, output_rank=3)
 
 
 @lru_cache(maxsize=512)

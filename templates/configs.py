@@ -245,6 +245,10 @@ _FLOAT32: dict[tuple[int, str], tuple[TileConfig, ...]] = {
     (128, "dq"): _rows((32, 32, 4, 1), (16, 16, 4, 1)),
     (256, "dq"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
     (512, "dq"): _rows((16, 16, 8, 1), (16, 16, 4, 1)),
+    (64, "rows"): _rows((32, 32, 8, 1), (32, 16, 4, 1)),
+    (128, "rows"): _rows((32, 32, 8, 1), (32, 16, 4, 1)),
+    (256, "rows"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
+    (512, "rows"): _rows((16, 16, 4, 1), (16, 16, 8, 1)),
 }
 
 
@@ -289,7 +293,7 @@ def candidates(use: Use, which: str) -> list[TileConfig]:
     by_mask = (*key, use.masked)
     small = use.shared is not None and use.shared < SHARED[use.arch]
     if use.element == 4:
-        found = _FLOAT32[dim, kind]
+        found = _FLOAT32[dim, which]
     elif small:
         found = _SMALL.get(key, _TABLE[key])
     elif use.lean and key in _LEAN:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_inductor.spec import AttentionSpec, CacheForm
 from fa_inductor.templates import standalone
-from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, rows_kernel
+from fa_inductor.templates.backward import dkdv_kernel, dq_kernel, is_wide, recomputes_delta, rows_kernel
 from fa_inductor.templates.configs import PASSES, TileConfig
 from fa_inductor.templates.forward import forward_kernel, packs_heads
 from fa_inductor.templates.program import Program
@@ -226,9 +226,11 @@ def backward(
     if is_wide(spec, problem):
         row_max, row_log = torch.empty_like(lse), torch.empty_like(lse)
         tensors["ROW_LOG"] = row_log
+        if recomputes_delta(spec, problem):
+            tensors["ROW_DELTA"] = torch.empty_like(lse)
         grid = -(-rows // configs.rows.block_m) * batch * heads
         standalone.launch(rows_kernel(spec, problem, configs.rows), grid, tensors, row_max, sizes, **options)
-        tensors["ROW_MAX"] = row_max
+        tensors["ROW_MAX"], tensors["DELTA"] = row_max, tensors.get("ROW_DELTA", tensors["DELTA"])
     grads: list[Tensor | None] = [None] * len(needs_grad)
     slots = tuple(i for i, need in enumerate(needs_grad[3:]) if need)
     if needs_grad[1] or needs_grad[2]:

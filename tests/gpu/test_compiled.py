@@ -32,8 +32,10 @@ def _registered() -> Iterator[None]:
         yield
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], family: Family) -> Tensor:
-    return ops.flash_attention(q, k, v, list(captures), list(family.sizes), family.program, "triton")[0]
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], family: Family, kernel: str = "triton"
+) -> Tensor:
+    return ops.flash_attention(q, k, v, list(captures), list(family.sizes), family.program, kernel)[0]
 
 
 def close(ours: Tensor, eager: Tensor | None, true: Tensor | None, dtype: torch.dtype) -> None:
@@ -48,21 +50,38 @@ def close(ours: Tensor, eager: Tensor | None, true: Tensor | None, dtype: torch.
      "documents_long", "padding_long"],
 )
 def test_training_step(name: str) -> None:
-    family = families.BY_NAME[name]
-    o = families.draw(family, torch.bfloat16, "cuda")
+    train(families.BY_NAME[name], torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["saturated", "saturated_causal", "saturated_factors", "saturated_dropout"])
+def test_training_step_saturated(name: str) -> None:
+    train(families.BY_NAME[name], torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2, 300, 300, 64, 64), (2, 8, 4, 130, 5000, 64, 64)])
+def test_strides_that_inductor_would_pad(shape: tuple[int, ...]) -> None:
+    """More than 1024 rows a batch, and not in multiples of 128 bytes; of the second shape the keys are shared out."""
+    assert shape[1] * shape[3] > torch._inductor.config.padding_stride_threshold
+    assert shape[1] * shape[3] * 4 % torch._inductor.config.padding_alignment_bytes
+    train(LONG.with_shape(*shape), torch.bfloat16, "general")
+
+
+def train(family: Family, dtype: torch.dtype, kernel: str = "triton") -> None:
+    """Output and gradients of the compiled op."""
+    o = families.draw(family, dtype, "cuda")
     leaves = [
         t.detach().requires_grad_(need) for t, need in zip([o.q, o.k, o.v, *o.captures], o.needs_grad, strict=True)
     ]
-    compiled = torch.compile(lambda q, k, v, *c: attention(q, k, v, c, family))
+    compiled = torch.compile(lambda q, k, v, *c: attention(q, k, v, c, family, kernel))
     out = compiled(*leaves)
     wanted = [t for t in leaves if t.requires_grad]
     grads = iter(torch.autograd.grad(out, wanted, o.grad_out))
     true_out, _, true_grads = families.truth(o, family)
     eager_out, eager_grads = families.eager(o, family.spec(), family.sizes)
-    close(out, eager_out, true_out, torch.bfloat16)
+    close(out, eager_out, true_out, dtype)
     for leaf, eager, true in zip(leaves, eager_grads, true_grads, strict=True):
         if leaf.requires_grad:
-            close(next(grads), eager, true, torch.bfloat16)
+            close(next(grads), eager, true, dtype)
 
 
 def _code(fn: Any, *args: Any) -> tuple[Tensor, str]:

@@ -11,7 +11,7 @@ import torch
 
 from fa_inductor.templates import direct, select
 from tests.templates import families
-from tests.templates.families import FAMILIES, Family
+from tests.templates.families import FAMILIES, SATURATED, Family
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +101,12 @@ def check(family: Family, dtype: torch.dtype, index: int = 0, arch: int | None =
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_family(family: Family, dtype: torch.dtype) -> None:
     check(family, dtype)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("family", SATURATED, ids=lambda f: f.name)
+def test_saturated(family: Family, index: int) -> None:
+    check(family, torch.float32, index)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

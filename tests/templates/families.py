@@ -441,7 +441,30 @@ FAMILIES = [
     ),
 ]  # fmt: skip
 
-BY_NAME = {f.name: f for f in FAMILIES}
+#: Rows in which one weight is 1 in float32 and large scores multiply what is left of their gradient, in truth nearly nothing. For
+#: float32 alone: with 16 bits the output's rounding is left, of which delta = sum(out * grad_out) is made.
+_PEAK = "where(kv_idx == q_idx, 1000.0, 0.0)"
+SATURATED = [
+    Family("saturated", f"attention(score=score * 8.0 + {_PEAK})"),
+    Family("saturated_below_zero", f"attention(score=score * 8.0 - 2000.0 + {_PEAK})"),
+    Family("saturated_head_dims", f"attention(score=score * 8.0 + {_PEAK})", (1, 3, 1, 33, 37, 16, 80)),
+    Family("saturated_causal", f"attention(score=where({CAUSAL}, score * 8.0 + {_PEAK}, -inf))", (2, 4, 2, 70, 70, 24, 40)),
+    Family("saturated_padding_dead_zero",
+           f"attention(score=where(({CAUSAL}) & m0[b, q_idx] & m0[b, kv_idx], score * 8.0 + {_PEAK}, -inf), dead_rows='zero')",
+           (2, 4, 4, 45, 45, 16, 16), _padding, layout="packed"),
+    Family("saturated_bias", f"attention(score=score * 8.0 + {_PEAK} + f0[h, q_idx, kv_idx])", captures=normal("h", "m", "n")),
+    Family("saturated_factors", f"attention(score=score * f0[h] * f1[kv_idx] + {_PEAK})",
+           captures=lambda shape, g: [torch.randn(shape[1], generator=g) + 8.0, torch.randn(shape[4], generator=g)]),
+    Family("saturated_dropout", f"attention(score=score * 8.0 + {_PEAK}, dropout=(0.3, 0))",
+           captures=lambda shape, g: [torch.tensor([123, 45])]),
+    Family("saturated_sinks", f"attention(score=score * 8.0 + {_PEAK}, sinks=[f0[h], -1.5])", captures=normal("h")),
+    # No weight is 1, and yet the rows' sums are computed anew.
+    Family("far_from_zero",
+           f"attention(score=where({CAUSAL}, score * 0.2 + 40.0, -inf), sinks=[f0[h] + 41.0], dropout=(0.3, 1))",
+           captures=lambda shape, g: [*normal("h")(shape, g), torch.tensor([123, 45])]),
+]  # fmt: skip
+
+BY_NAME = {f.name: f for f in (*FAMILIES, *SATURATED)}
 
 
 def truth(o: Operands, family: Family) -> tuple[Tensor, Tensor, list[Tensor | None]]:

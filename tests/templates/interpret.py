@@ -32,7 +32,7 @@ def run(name: str, dtype: torch.dtype, splits: int) -> dict[str, float]:
         return {"out": families.error(out, true_out), "lse": families.error(lse, true_lse.float())}
     tile = TileConfig(32, 16, 4, 1)
     # Each family takes one of the places where the product of V and dO may start, and descriptors with it.
-    place = ("dv", "weights", "score")[[f.name for f in families.FAMILIES].index(name) % 3]
+    place = ("dv", "weights", "score")[list(families.BY_NAME).index(name) % 3]
     tma = {"tma": place != "dv", "pointers_once": place == "score"}
     configs = direct.Configs(tile, TileConfig(16, 32, 4, 1, dp_place=place, **tma), TileConfig(32, 16, 4, 1, **tma), tile)
     out, lse = direct.forward(o.q, o.k, o.v, o.captures, sizes, spec, configs)

@@ -168,6 +168,18 @@ def test_float32(which: str, arch: int) -> None:
         check(arch, compile_for(arch, render(CAUSAL, problem, which, config), "fp32"), config, "fp32")
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_float32_rows_stay_in_registers(arch: int, dim: int) -> None:
+    """Two products of float32 numbers, whose operands must not be loaded at once."""
+    problem = Problem(dim, dim, 1, element=4)
+    config = tiles.choose(Program.of(AttentionSpec.parse(CAUSAL), problem), problem, arch, "rows")[0]
+    report = compile_for(arch, render(CAUSAL, problem, "rows", config), "fp32")
+    check(arch, report, config, "fp32")
+    assert report["local"] == 0
+    assert report["stack"] <= 8
+
+
 _PROGRAMS = {
     "softcap_bias": ({"CAP0": "bf16"}, (0,)),
     "padding_causal_finfo": ({"CAP0": "i1"}, ()),

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.templates.families import FAMILIES
+from tests.templates.families import FAMILIES, SATURATED
 
 pytest.importorskip("triton")
 
@@ -26,6 +26,20 @@ _GROUPS = 6
 def test_families(dtype: str, group: int) -> None:
     names = [f.name for f in FAMILIES][group::_GROUPS]
     check(names[::3] if dtype == "float16" else names, dtype, 1)
+
+
+def test_saturated() -> None:
+    """dS is 0 where one weight is 1, whatever the scores multiply it with."""
+    check([f.name for f in SATURATED], "float32", 1)
+
+
+def test_trained_factor() -> None:
+    command = [sys.executable, "-m", "tests.templates.interpret_factor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 3
+    assert [r for r in reports if not r["ours"] <= 2.0 * r["eager"] + 1e-6] == []
 
 
 @pytest.mark.parametrize("splits", [2, 5])

@@ -71,6 +71,42 @@ def test_summary(n: int, dtype: torch.dtype, dynamic: bool) -> None:
     torch.testing.assert_close(got, summary(x))
 
 
+@torch.library.custom_op("fa_inductor_test::row_sums", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def row_sums(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.sum(-1)]
+
+
+@row_sums.register_fake
+def _(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape[:-1])]
+
+
+def test_what_kernels_address_without_strides_is_contiguous() -> None:
+    """Inductor pads the strides of what it computes, here of 2800 elements, where it may choose them."""
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import lowerings as inductors
+    from torch._inductor.lowering import register_lowering
+
+    from fa_inductor.lowering_buffers import contiguous
+    from fa_inductor.lowering_operands import realised
+
+    for keep in (realised, contiguous):
+        strides = []
+
+        def lower(x: Any, keep: Any = keep, strides: list[Any] = strides) -> list[Any]:
+            made = keep(inductors[torch.ops.aten.sum](x, axis=[-1]))
+            strides.append([int(s) for s in made.get_stride()])
+            return [TensorBox(made)]
+
+        register_lowering(torch.ops.fa_inductor_test.row_sums.default, type_promotion_kind=None)(lower)
+        torch._dynamo.reset()
+        x = torch.randn(2, 4, 700, 8)
+        with torch._inductor.config.patch(force_disable_caches=True, disable_padding_cpu=False):
+            got = torch.compile(lambda x: row_sums(x * 2.0)[0] * 2.0)(x)
+        torch.testing.assert_close(got, x.sum(-1) * 4.0)
+        assert (strides == [[2800, 700, 1]]) == (keep is contiguous), (keep, strides)
+
+
 @torch.library.custom_op("fa_inductor_test::merge", mutates_args=())
 def merged(parts: torch.Tensor, stats: torch.Tensor, dead_zero: bool, layout: str) -> list[torch.Tensor]:
     out, lse = splits.merge(parts, stats, parts.shape, splits.LN2, dead_zero, torch.ops.aten)
