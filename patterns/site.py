@@ -14,6 +14,7 @@ from fa_inductor.bounds import Facts
 from fa_inductor.expr import SCORE, Const
 from fa_inductor.patterns.anchor import Softmax
 from fa_inductor.patterns.finish import Finisher
+from fa_inductor.patterns.guards import RowStep
 from fa_inductor.patterns.operands import Axes, Extents, Operand
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
@@ -53,7 +54,7 @@ class AttentionMatch:
     region: tuple[fx.Node, ...] = ()
     sdpa: bool = False
     notes: tuple[str, ...] = ()
-    guards: tuple[tuple[Operand, bool], ...] = ()
+    steps: tuple[RowStep, ...] = ()
     dead_output: str = ""
     """``zero``: rows whose logsumexp is not finite (no key, NaN or infinite scores) are zero; ``nan``: rows without keys are NaN,
     put back after an op that makes them zero."""

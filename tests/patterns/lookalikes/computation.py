@@ -177,9 +177,45 @@ def scores_in_two_softmaxes(q, k, v):
     return s.softmax(-1) @ v + s.softmax(-2) @ v
 
 
-@lookalike("changed by mul", plus(HEADS))
-def head_gate_after_softmax(q, k, v, gate):
-    return (scores(q, k).softmax(-1) * gate[:, None, None]) @ v
+@lookalike("changed by mul", plus(8))
+def gate_of_the_keys(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * gate) @ v
+
+
+@lookalike("changed by mul", plus(HEADS, 8, 1))
+def gate_of_some_heads(q, k, v, gate):
+    p = scores(q, k).softmax(-1)
+    return torch.where(torch.arange(HEADS)[:, None, None] < 2, p * gate, p) @ v
+
+
+@lookalike("changed by amax")
+def gate_of_the_weights(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return (p * p.amax(-1, keepdim=True)) @ v
+
+
+@lookalike("multiplied by what is computed from the scores")
+def gate_of_the_scores(q, k, v):
+    s = scores(q, k)
+    return (s.softmax(-1) * s.amax(-1, keepdim=True)) @ v
+
+
+@lookalike("changed by div", plus(HEADS, 8, 1))
+def divided_by_a_number_a_row(q, k, v, count):
+    """Where the number is 0 a masked weight is 0 / 0, the output divided by 0 is infinite."""
+    return (scores(q, k).softmax(-1) / count) @ v
+
+
+@lookalike("changed by nan_to_num", plus(HEADS, 8, 1))
+def nan_of_a_gate_becomes_zero(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * (gate / gate.relu())).nan_to_num(0.0) @ v
+
+
+@lookalike("zeroed behind a factor of the probabilities that may be infinite", plus(HEADS, 8, 1))
+def infinite_gates_zeroed(q, k, v, gate):
+    """Eager code has a finite gradient of v: the weights that multiply it are 0."""
+    p = scores(q, k).softmax(-1) * (1 / gate.detach().relu())
+    return p.masked_fill(gate <= 0, 0.0) @ v
 
 
 @lookalike("masked after the softmax, otherwise")
