@@ -73,11 +73,14 @@ class AttentionMatch:
 
 
 class Reject(Exception):
-    """Internal: the site is not what a fused op computes, with the node at fault."""
+    """Internal: the site is not what a fused op computes, with the node at fault, or ``at`` (sub-graph, Dynamo node) where the view
+    has none for it."""
 
-    def __init__(self, reason: str, node: fx.Node | None = None, silent: bool = False):
+    def __init__(
+        self, reason: str, node: fx.Node | None = None, silent: bool = False, at: tuple[tuple[str, ...], fx.Node] | None = None
+    ):
         super().__init__(reason)
-        self.reason, self.node, self.silent = reason, node, silent
+        self.reason, self.node, self.silent, self.at = reason, node, silent, at
 
 
 class Split(Exception):
