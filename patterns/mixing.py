@@ -18,7 +18,7 @@ from torch import fx
 from fa_inductor.patterns.anchor import ADDING, MATMULS, Softmax, fresh_index, is_rearrangement
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller
-from fa_inductor.patterns.terms import Elem, Index, Unsupported, shape, value_of
+from fa_inductor.patterns.terms import Elem, Index, Unsupported, dtype, kind_of, shape, value_of
 from fa_inductor.view import OPAQUE, AtenView, Path, slicing
 
 #: (path, Dynamo node, reason) of a product in the way.
@@ -214,7 +214,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 def _elements(start: fx.Node, index: Index, end: fx.Node, prover: Prover) -> list[Index]:
     """Where ``end`` is read for the element of ``start`` at ``index``."""
-    puller = Puller(prover, lambda n, i: Elem(n, i) if n is end else None, dropout=True)
+    puller = Puller(prover, lambda n, i: Elem(n, i, kind_of(dtype(n))) if n is end else None, dropout=True)
     return list({e.index: None for e in puller.element(start, index).walk() if isinstance(e, Elem) and e.node is end})
 
 
