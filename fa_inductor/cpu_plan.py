@@ -24,6 +24,7 @@ from fa_inductor.spec import AttentionSpec
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _ONE = Const(1.0)
+_FILLS = f"ATen's CPU flash attention leaves masked keys out, which is exact for fills of {MASK_FILL:g} and below"
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -74,9 +75,9 @@ def plan_of(spec: AttentionSpec, facts: Facts = _NO_FACTS) -> Plan:
         return Plan(reason=f"the mask depends on the score: {split.keep}")
     fill = -math.inf if split.fill is None else split.fill_value
     if fill is None:
-        return Plan(reason=f"masked logits are not one number: {split.fill}")
+        return Plan(reason=f"the fill of the mask is no number known here: {split.fill}. {_FILLS}")
     if not fill <= MASK_FILL:
-        return Plan(reason=f"masked logits of {fill} still attend")
+        return Plan(reason=f"masked logits of {fill} still attend. {_FILLS}")
     atoms = conjuncts(normalise(substitute(split.keep, facts.table())))
     top_left = [a for a in atoms if _is_top_left_causal(a)]
     keep: Expr = TRUE

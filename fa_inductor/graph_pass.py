@@ -169,10 +169,11 @@ def _agreeing(view: AtenView, found: list) -> dict[tuple, bool]:
 
 def _signature(m: AttentionMatch) -> tuple:
     """What the rewrite of a match depends on, in terms of the body's own nodes."""
-    used = (m.q.node, m.k.node, m.v.node, *m.captures, *(g.node for g, _ in m.guards))
+    rows = [s.by for s in m.steps if not isinstance(s.by, float)]
+    used = (m.q.node, m.k.node, m.v.node, *m.captures, *(o.node for o in rows))
     held = tuple(m.place.holder(n) for n in used)
     names = tuple((h.node, h.leaf) if h is not None else None for h in held)
-    after = (m.dead_output, *((g.dims, zero_when) for g, zero_when in m.guards))
+    after = (m.dead_output, *((s.by if isinstance(s.by, float) else s.by.dims, s.zero_when) for s in m.steps))
     return (m.spec.program, names, m.q.dims, m.k.dims, m.v.dims, m.output_dims, m.dropout_p, tuple(map(str, m.sizes)), after)
 
 

@@ -202,12 +202,21 @@ def _shape_output(em: Emitter, match: AttentionMatch, out: fx.Node) -> fx.Node:
     """The op's output with the dimensions, dtype and strides of the value it replaces."""
     g = match.groups
     out = em.rearrange(out, (g["batch"], g["heads"], g["query"], g["v"]), match.output_dims)
-    for cond, zero_when in match.guards:
-        mask = em.rearrange(em.value(cond.node), cond.dims, match.output_dims)
-        zero = em.call(torch.ops.aten.scalar_tensor.default, 0.0, dtype=match.dtype, device=em.device)
-        out = em.call(torch.where, mask, *((zero, out) if zero_when else (out, zero)))
+    for step in match.steps:
+        if isinstance(step.by, float):
+            out = em.call(torch.mul, out, step.by)
+            continue
+        by = em.value(step.by.node)
+        if by.meta["example_value"].dtype != step.by.dtype:
+            by = em.call(torch.Tensor.to, by, step.by.dtype)  # the rounding that the user's cast does
+        by = em.rearrange(by, step.by.dims, match.output_dims)
+        if step.zero_when is None:
+            out = em.call(torch.mul, out, by)
+        else:
+            zero = em.call(torch.ops.aten.scalar_tensor.default, 0.0, dtype=match.dtype, device=em.device)
+            out = em.call(torch.where, by, *((zero, out) if step.zero_when else (out, zero)))
     want = match.output.meta["val"]
-    if want.dtype != match.dtype:
+    if want.dtype != out.meta["example_value"].dtype:
         out = em.call(torch.Tensor.to, out, want.dtype)
     if match.holder is not None and _layout(match) == "bhmd" and not _same_strides(out.meta["example_value"], want):
         out = _restride(em, out, want)

@@ -20,16 +20,7 @@ from fa_inductor.expr import BOOL, Call, Const, Expr, call, substitute
 from fa_inductor.patterns.anchor import ADDING, fresh_index, is_rearrangement, total_index
 from fa_inductor.patterns.arithmetic import summands
 from fa_inductor.patterns.captures import SideOperands
-from fa_inductor.patterns.guards import (
-    Guard,
-    guard_chain,
-    is_zero,
-    masked_again,
-    replaces_nan,
-    row_index,
-    tests_dead_row,
-    tests_nan,
-)
+from fa_inductor.patterns.guards import Guard, RowStep, masked_again
 from fa_inductor.patterns.index_map import broadcast
 from fa_inductor.patterns.operands import Axes, Extents, Operand, choose, radix, split_of_index, split_points
 from fa_inductor.patterns.prover import Prover
@@ -48,7 +39,8 @@ from fa_inductor.patterns.site import (
     only_shape,
     shown,
 )
-from fa_inductor.patterns.terms import Dropped, Elem, Index, RowValue, Unsupported, dtype, shape
+from fa_inductor.patterns.terms import Dropped, Elem, Index, RowValue, dtype, shape
+from fa_inductor.patterns.weights import Weights
 from fa_inductor.view import DETACH, AtenView
 
 _MAX_SINKS = 8
@@ -69,9 +61,6 @@ class Analysis:
         self.extents: Extents = {}
         self.spine = between(qk, site.anchor.logits).union(*(between(qk, x) for x in site.anchor.also))
         self.region: set[fx.Node] = set()
-        self.guards: list[Guard] = []
-        self.remasked: list[Guard] = []
-        self.finite_rows = False
 
     # -- axes
     def _axis(self, name: str, extent: sympy.Expr) -> sympy.Expr:
@@ -153,61 +142,15 @@ class Analysis:
             raise Reject("both operands of the product with V depend on the probabilities", pv)
         (node, index), value = hit[0]
         puller = Puller(self._prover(), dropout=True)
-        puller.stop = self._weight_stop(puller, below, guard_chain(node, site.anchor.node, below))
+        self.weights = Weights(puller, site.anchor.node, below, node, n)
         e = puller.element(node, index)
-        if site.anchor.total is not None and (self.guards or self.remasked or self.finite_rows):
+        if site.anchor.total is not None and self.weights.changed:
             raise Reject("the exponentials are changed before they are divided by their sum", self._changer())
         self.region |= {x for x in puller.visited if x in below} | {site.anchor.node}
         # The sum, its sinks and whatever else is made of the exponentials must pass gradients on like the op.
         for logits in (site.anchor.logits, *site.anchor.also):
             self.region |= between(logits, site.output)
         return e, value
-
-    def _weight_stop(self, puller: Puller, below: set[fx.Node], chain: set[fx.Node]):  # type: ignore[no-untyped-def]
-        """Ends at the probabilities and takes aside what zeroes weights on the ``chain`` that leads to them."""
-        anchor = self.site.anchor.node
-        plain = Puller(puller.prover, lambda node, index: Elem(node, index) if node is anchor else None)
-
-        def stop(node: fx.Node, index: Index) -> Expr | None:
-            if node is anchor:
-                return Elem(node, index)
-            if node not in chain:
-                return None
-            if replaces_nan(node):
-                return self._nan_is_zero(puller.operand(node.args[0], index))
-            if op_name(node) != "where" or not isinstance(node.args[0], fx.Node):
-                return None
-            a, b = (puller.operand(x, index) for x in node.args[1:3])
-            guard = Guard(node.args[0], broadcast(index, shape(node.args[0])), is_zero(a))
-            if is_zero(a) == is_zero(b):
-                return None
-            weight = b if guard.zero_when else a
-            if node.args[0] in below:
-                test = plain.element(guard.cond, guard.index)
-                tested = plain.operand(node.args[2 if guard.zero_when else 1], index)
-                found = tests_nan(test if guard.zero_when else puller.prover.not_(test), tested)
-                return self._nan_is_zero(weight) if found else None
-            if self._never_holds(guard, plain):
-                return weight
-            (self.guards if row_index(guard, self.key) else self.remasked).append(guard)
-            return weight
-
-        return stop
-
-    def _never_holds(self, guard: Guard, puller: Puller) -> bool:
-        """Whether a condition of positions alone is proven to zero nothing, as that of ``tril`` over a single key is."""
-        try:
-            test = puller.element(guard.cond, guard.index)
-        except Unsupported:
-            return False
-        return isinstance(test, Const) and bool(test.value) != guard.zero_when
-
-    def _nan_is_zero(self, weight: Expr) -> Expr | None:
-        """The weight itself, with the rule for rows without keys; None where it is no plain weight."""
-        if not (isinstance(weight, Elem) and weight.node is self.site.anchor.node):
-            return None
-        self.finite_rows = True
-        return weight
 
     def _probabilities(self, e: Expr) -> tuple[float, Index]:
         """(dropout probability, index into the softmax) of the weight; anything else after the softmax is refused."""
@@ -225,7 +168,7 @@ class Analysis:
 
     def _changer(self) -> fx.Node:
         """The first node after the softmax that does more than rearrange or ask for its shape."""
-        below = between(self.site.anchor.node, self.site.pv)
+        below = between(self.site.anchor.node, self.site.pv) - self.weights.taken_aside
         changing = (n for n in self.view.graph.nodes if n in below and not is_rearrangement(n) and not only_shape(n))
         return next(changing, self.site.pv)
 
@@ -250,7 +193,7 @@ class Analysis:
         self._puller = puller
         row_shifts = RowShifts(puller, anchor, self.qk, n)
         main = row_shifts.strip(puller.element(anchor.logits, at))
-        for again in self.remasked:
+        for again in self.weights.remasked:
             main = (self._masked_again(main[0], again), main[1])
         sinks = []
         for t in (*range(int(offset)), *range(int(offset), int(extra))):
@@ -422,28 +365,26 @@ class Analysis:
         if scale != 1.0:
             logits, sinks = _rescale(logits, self.qk, scale), sinks
         groups = self._roles(out_dims, rows, columns, q, k, v)
-        dead_rows, guards = self._row_guards(prover)
+        dead_rows, steps = self._row_steps(prover)
         match = build_match(self.view, site, groups, extents, q, k, v, logits, sinks, dropout_p, out_dims, self.qk,
                             self._region_nodes(q, k, v), dead_rows)  # fmt: skip
-        match.guards, match.dead_output = guards, "zero" if self.finite_rows else ""
-        if guards and dead_rows == "nan" and not sinks:
+        match.steps, match.dead_output = steps, "zero" if self.weights.finite_rows else ""
+        if any(s.zero_when is not None for s in steps) and dead_rows == "nan" and not sinks:
             # The backward of an op that makes rows NaN makes all gradients NaN, also for rows that are zeroed behind it.
             match.spec, match.dead_output = replace(match.spec, dead_rows="zero"), "nan"
         if match.dead_output and match.dtype == torch.float64:
             raise Reject("rows without keys are told by a float32 logsumexp, too narrow for float64", site.pv)
         return match
 
-    def _row_guards(self, prover: Prover) -> tuple[str, tuple[tuple[Operand, bool], ...]]:
-        """(rule for dead rows, conditions that zero rows of the output)."""
-        dead_rows, kept = "zero" if self.finite_rows or self.remasked else self.site.anchor.dead_rows, []
-        for g in self.guards:
-            if tests_dead_row(g, self.site.anchor) and g.index == self._row:
-                dead_rows = "zero"
-            elif g.cond in self.spine or self.qk in ancestors(g.cond):
-                raise Reject("rows are zeroed by a condition on the scores that is no test for a row without keys", g.cond)
-            else:
-                kept.append((choose(g.cond, g.index, prover, self.place, self.extents, set(), scales=False), g.zero_when))
-        return dead_rows, tuple(kept)
+    def _row_steps(self, prover: Prover) -> tuple[str, tuple[RowStep, ...]]:
+        """(rule for dead rows, what zeroes or multiplies rows of the output, in order)."""
+
+        def operand(node: fx.Node, index: Index, refused: str) -> Operand:
+            if node in self.spine or self.qk in ancestors(node):
+                raise Reject(refused, node)
+            return choose(node, index, prover, self.place, self.extents, set(), scales=False)
+
+        return self.weights.row_steps(self.site.anchor, self._row, operand)
 
     def _region_nodes(self, *operands: Operand) -> list[fx.Node]:
         nodes = [n for n in self.region if n in self.view.origin]

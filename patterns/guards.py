@@ -1,10 +1,14 @@
-"""Weights set to zero after the softmax: the safe-softmax guard, rows that the user knows to be empty, masked keys once more.
+"""Weights changed after the softmax, a row at a time: the safe-softmax guard, rows known to be empty, factors; masked keys.
 
 ``where(dead, 0, softmax(s))`` with ``dead`` the same for every key of a row zeroes whole rows of the output. Where ``dead`` is
 the test "every logit is -inf" of the same logits, that is the op's own rule for dead rows; any other row condition becomes a
 ``where`` on the output. ``nan_to_num(softmax(s))`` and ``where(isnan(p), 0, p)`` zero the rows without keys and those with a NaN
 or infinite score, which are the rows whose logsumexp is not finite. ``where(mask, 0, softmax(where(mask, -inf, s)))`` repeats the
 mask, which only shows in a row that is masked as a whole.
+
+``(softmax(s) * g) @ v`` with ``g`` the same for every key of a row is ``(softmax(s) @ v) * g``: the factor goes to the output. The
+two differ where ``g`` is infinite: 0 * inf is NaN, in the weights or on the way back to V. So what zeroes weights or replaces NaN
+must not stand behind a factor that may be.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ import math
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from fa_inductor.expr import Call, Const, Expr, call
 from fa_inductor.patterns.anchor import Softmax, fresh_index
+from fa_inductor.patterns.index_map import broadcast, pull_view
+from fa_inductor.patterns.operands import Operand
+from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
-from fa_inductor.patterns.terms import Elem, Index, shape
+from fa_inductor.patterns.terms import Elem, Index, Unsupported, dtype, shape, value_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,34 @@ class Guard:
     cond: fx.Node
     index: Index
     zero_when: bool
+
+
+@dataclass(frozen=True)
+class Factor:
+    """``by`` at ``index``, or the number ``by``, multiplies every weight of a row."""
+
+    by: fx.Node | float
+    index: Index = ()
+
+    @property
+    def may_be_infinite(self) -> bool:
+        """Whether its values may be NaN or infinite; numbers, and tensors of bool and integers, also as floats, are not."""
+        node = self.by
+        while isinstance(node, fx.Node):
+            if not dtype(node).is_floating_point:
+                return False
+            if op_name(node) not in ("_to_copy", "convert_element_type"):
+                return True
+            node = node.args[0]  # type: ignore[assignment]
+        return False
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What is done to a row of the output: zeroed where ``by`` equals ``zero_when``, multiplied by it where that is None."""
+
+    by: Operand | float
+    zero_when: bool | None = None
 
 
 def is_zero(e: Expr) -> bool:
@@ -50,7 +86,8 @@ def guard_chain(weights: fx.Node, softmax: fx.Node, below: set[fx.Node]) -> set[
     while n is not softmax and n in below and n not in chain:
         chain.add(n)
         inner = {*below, softmax}
-        branches = [a for a in (n.args[1:3] if op_name(n) == "where" else n.args[:1]) if isinstance(a, fx.Node) and a in inner]
+        taken = {"where": slice(1, 3), "mul": slice(2)}.get(op_name(n), slice(1))
+        branches = [a for a in n.args[taken] if isinstance(a, fx.Node) and a in inner]
         values = [a for a in n.all_input_nodes if a in inner and a not in branches]
         if len(branches) != 1 or (values and op_name(n) != "where"):
             break
@@ -134,3 +171,33 @@ def tests_dead_row(guard: Guard, softmax: Softmax) -> bool:
 def row_index(guard: Guard, key: sympy.Expr) -> bool:
     """Whether the condition is the same for every key of a row."""
     return key == 0 or not any(i.has(key) for i in guard.index)
+
+
+def row_factor(node: fx.Node, index: Index, inner: set[fx.Node], key: sympy.Expr, prover: Prover) -> tuple[fx.Node, Factor] | None:
+    """(weights, factor) where ``node`` multiplies weights, which are in ``inner``, by the same for every key of a row.
+
+    A division is one by a number: 0 / 0 in a masked weight is no product of the output.
+    """
+    name = op_name(node)
+    if name not in ("mul", "div") or node.kwargs.get("rounding_mode") or not dtype(node).is_floating_point:
+        return None
+    a, by = node.args[:2]
+    if name == "mul" and isinstance(by, fx.Node) and by in inner:
+        a, by = by, a
+    if not isinstance(a, fx.Node) or a not in inner or by in inner:
+        return None
+    if isinstance(by, (int, float)):
+        number = float(by) if name == "mul" else 1.0 / by if by else math.inf
+        return (a, Factor(number)) if abs(number) <= torch.finfo(torch.float32).max else None
+    if name == "div" or not isinstance(by, fx.Node) or not isinstance(value_of(by), torch.Tensor):
+        return None
+    at = broadcast(index, shape(by))
+    try:
+        while any(i.has(key) for i in at if key != 0):
+            pulled = pull_view(by, at, prover)
+            if pulled is None:
+                return None
+            by, at = pulled
+    except Unsupported:
+        return None
+    return a, Factor(by, tuple(at))

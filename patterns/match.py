@@ -11,6 +11,7 @@ from fa_inductor.errors import ProgramError
 from fa_inductor.patterns.analysis import Analysis, dim_of
 from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement
 from fa_inductor.patterns.index_map import aten
+from fa_inductor.patterns.mixing import LINEAR, find_mixing, opaque_consumer
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
 from fa_inductor.patterns.site import AttentionMatch, Reject, Site, Split, rejection, source_line
@@ -46,6 +47,8 @@ def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped
     try:
         return attempt()
     except Reject as r:
+        if r.at is not None:
+            return Rejection(r.reason, r.at[1].name, source_line(r.at[1]), r.at[0])
         return None if r.silent else rejection(view, r.reason, r.node or node)
     except Unsupported as u:
         return rejection(view, u.reason, u.node or node)
@@ -55,23 +58,20 @@ def _guarded(view: AtenView, node: fx.Node, attempt):  # type: ignore[no-untyped
 
 # ------------------------------------------------------------------------------------------------ locating the site
 def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMatch:
+    """The match; where there is none, what mixes the scores or the probabilities is a better reason than what failed then."""
+    try:
+        return _match_products(view, softmax, live)
+    except (Reject, Unsupported):
+        found = find_mixing(view, softmax, live)
+        if not found:
+            raise
+        raise Reject("; ".join(reason for *_, reason in found), at=found[0][:2]) from None
+
+
+def _match_products(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMatch:
     candidates = _products_above(softmax.logits)
     pvs, others = _products_below(softmax, live)
-    if pvs and not candidates:
-        source = _scores_from_outside(softmax.logits)
-        if source is not None and source.op == "placeholder":
-            where = "what it normalises comes in as an input"
-            raise Reject(f"no product of queries and keys before this softmax in this graph: {where}", softmax.node)
-        if source is not None and _computed_from_product(view.origin[source].node):
-            by = slicing.name_of(view.origin[source].node)
-            raise Reject(f"{by} between the scores and the softmax is not understood", softmax.node)
-    if candidates and not pvs and _returned_probabilities(softmax, candidates, live):
-        raise Reject("the product with V is not in this graph: the probabilities are its result", softmax.node)
-    if candidates and not pvs:
-        opaque = next((o for o in others if o.target is OPAQUE and _product_behind(o)), None)
-        if opaque is not None:
-            changed = "the probabilities are changed by {} between the softmax and the product with V"
-            raise Reject(changed.format(slicing.name_of(view.origin[opaque].node)), opaque)
+    _check_missing(view, softmax, live, candidates, pvs, others)
     if not candidates or not pvs:
         raise Reject("no products around this softmax", silent=True)
     if softmax.refused:
@@ -87,6 +87,34 @@ def _match(view: AtenView, softmax: Softmax, live: set[fx.Node]) -> AttentionMat
         except (Reject, Unsupported) as e:
             failures.append(e)
     raise failures[0]
+
+
+def _check_missing(
+    view: AtenView, softmax: Softmax, live: set[fx.Node], candidates: list[fx.Node], pvs: list[fx.Node], others: list[fx.Node]
+) -> None:
+    """Refuse, with the reason, where one of the two products or both cannot be seen, but what is there looks like attention."""
+    after = opaque_consumer(view, softmax) if not pvs else None
+    if not candidates and (pvs or (after is not None and after[2])):
+        source = _scores_from_outside(softmax.logits)
+        if source is not None and source.op == "placeholder":
+            where = "what it normalises comes in as an input"
+            raise Reject(f"no product of queries and keys before this softmax in this graph: {where}", softmax.node, not pvs)
+        maker = view.origin[source].node if source is not None else None
+        # mixing.py tells linear layers on scores from those on hidden states.
+        if maker is not None and maker.target not in LINEAR and _computed_from_product(maker):
+            raise Reject(f"{slicing.name_of(maker)} between the scores and the softmax is not understood", softmax.node)
+    if not candidates or pvs:
+        return
+    changed = "the probabilities are changed by {} between the softmax and the product with V"
+    if _returned_probabilities(softmax, candidates, live):
+        if after is None:
+            raise Reject("the product with V is not in this graph: the probabilities are its result", softmax.node)
+        path, node, followed = after
+        reason = changed if followed else "the probabilities go into {}, behind which no product with V is in this graph"
+        raise Reject(reason.format(slicing.name_of(node)), at=(path, node))
+    opaque = next((o for o in others if o.target is OPAQUE and _product_behind(o)), None)
+    if opaque is not None:
+        raise Reject(changed.format(slicing.name_of(view.origin[opaque].node)), opaque)
 
 
 def _products_above(logits: fx.Node, limit: int = 600) -> list[fx.Node]:

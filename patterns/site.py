@@ -14,6 +14,7 @@ from fa_inductor.bounds import Facts
 from fa_inductor.expr import SCORE, Const
 from fa_inductor.patterns.anchor import Softmax
 from fa_inductor.patterns.finish import Finisher
+from fa_inductor.patterns.guards import RowStep
 from fa_inductor.patterns.operands import Axes, Extents, Operand
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
@@ -53,7 +54,7 @@ class AttentionMatch:
     region: tuple[fx.Node, ...] = ()
     sdpa: bool = False
     notes: tuple[str, ...] = ()
-    guards: tuple[tuple[Operand, bool], ...] = ()
+    steps: tuple[RowStep, ...] = ()
     dead_output: str = ""
     """``zero``: rows whose logsumexp is not finite (no key, NaN or infinite scores) are zero; ``nan``: rows without keys are NaN,
     put back after an op that makes them zero."""
@@ -72,11 +73,14 @@ class AttentionMatch:
 
 
 class Reject(Exception):
-    """Internal: the site is not what a fused op computes, with the node at fault."""
+    """Internal: the site is not what a fused op computes, with the node at fault, or ``at`` (sub-graph, Dynamo node) where the view
+    has none for it."""
 
-    def __init__(self, reason: str, node: fx.Node | None = None, silent: bool = False):
+    def __init__(
+        self, reason: str, node: fx.Node | None = None, silent: bool = False, at: tuple[tuple[str, ...], fx.Node] | None = None
+    ):
         super().__init__(reason)
-        self.reason, self.node, self.silent = reason, node, silent
+        self.reason, self.node, self.silent, self.at = reason, node, silent, at
 
 
 class Split(Exception):

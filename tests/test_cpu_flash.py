@@ -309,8 +309,9 @@ REASONS = {
     "attention(score=score * f0[kv_idx])": "scale depends on the key",
     "attention(score=where(score > 0.0, score, -inf))": "mask depends on the score",
     "attention(score=where(kv_idx <= q_idx, score, -10.0))": "still attend",
+    "attention(score=where(kv_idx <= q_idx, score, -999.0))": "exact for fills of -1000 and below",
     "attention(score=where(kv_idx <= q_idx, score, nan))": "still attend",
-    "attention(score=where(kv_idx <= q_idx, score, f0[kv_idx]))": "not one number",
+    "attention(score=where(kv_idx <= q_idx, score, f0[kv_idx]))": "is no number known here",
     "attention(score=score, dropout=(0.1, 0))": "dropout",
 }
 

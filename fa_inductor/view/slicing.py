@@ -240,6 +240,8 @@ class _Slicer:
             if n not in self.need and n not in self.closed and (is_rearrangement(n) or n.target is F.embedding):
                 self.need.add(n)
                 todo.extend(n.all_input_nodes)
+                # A factor computed of run-time sizes: the view has no node for such a number but the arithmetic itself.
+                self.upstream([a for a in n.all_input_nodes if isinstance(a.meta.get("example_value"), torch.SymFloat)])
 
 
 def _mask_inputs(n: fx.Node) -> list[fx.Node]:

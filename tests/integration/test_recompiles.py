@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -66,6 +67,19 @@ def test_twenty_lengths_of_a_model() -> None:
     assert backend.fused == 2 * backend.report.graphs
     (program,) = {site.program for site in backend.report.fused[-2:]}
     assert "kv_idx <= q_idx" in program, "causality is proven for every length"
+
+
+def test_a_scale_of_the_queries_by_their_run_time_size() -> None:
+    """The root is a number of the run that only the operand's view asks for."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q * (1.0 / math.sqrt(q.shape[-1]))) @ k.mT).softmax(-1) @ v
+
+    compiled, backend = fuse(fn, dynamic=True)
+    for n, d in ((12, 8), (20, 16)):
+        q, k, v = (torch.randn(2, 4, n + i, d) for i in (0, 1, 1))
+        torch.testing.assert_close(compiled(q, k, v), fn(q, k, v))
+    assert backend.fused == backend.report.graphs == 1, backend.reasons
 
 
 def test_a_growing_cache() -> None:

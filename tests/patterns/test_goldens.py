@@ -33,6 +33,55 @@ attention(score=score * 0.35355339059327373)
 attention(score=score * 0.35355339059327373)
 """)
 
+    def test_gate_of_each_query(self) -> None:
+        self.form("gate_of_each_query", """\
+gate: f32[2, 10, 4]
+k: f32[2, 4, 14, 8]
+q: f32[2, 4, 10, 8]
+v: f32[2, 4, 14, 8]
+sigmoid = sigmoid(gate): f32[2, 10, 4]
+attention = flash_attention(q, k, v)
+    attention(score=score * 0.35355339059327373)
+item = attention[0]: f32[2, 4, 10, 8]
+clone = clone(item): f32[2, 4, 10, 8]
+permute = permute(sigmoid, [0, 2, 1]): f32[2, 4, 10]
+unsqueeze = unsqueeze(permute, 3): f32[2, 4, 10, 1]
+expand = expand(unsqueeze, [-1, -1, -1, 8]): f32[2, 4, 10, 8]
+mul = mul(clone, expand): f32[2, 4, 10, 8]
+return mul
+""")
+
+    def test_rows_zeroed_then_scaled(self) -> None:
+        self.form("rows_zeroed_then_scaled", """\
+gate: f32[4]
+k: f32[2, 4, 14, 8]
+ok: bool[2, 10]
+q: f32[2, 4, 10, 8]
+v: f32[2, 4, 14, 8]
+attention = flash_attention(q, k, v)
+    attention(score=score * 0.35355339059327373, dead_rows='zero')
+item = attention[0]: f32[2, 4, 10, 8]
+clone = clone(item): f32[2, 4, 10, 8]
+item_1 = attention[1]: f32[2, 4, 10]
+detach = detach(item_1): f32[2, 4, 10]
+isneginf = isneginf(detach): bool[2, 4, 10]
+scalar_tensor = scalar_tensor(nan, dtype=float32, device=cpu): f32[]
+unsqueeze = unsqueeze(isneginf, -1): bool[2, 4, 10, 1]
+where = where(unsqueeze, scalar_tensor, clone): f32[2, 4, 10, 8]
+unsqueeze_1 = unsqueeze(ok, 1): bool[2, 1, 10]
+unsqueeze_2 = unsqueeze(unsqueeze_1, 3): bool[2, 1, 10, 1]
+expand = expand(unsqueeze_2, [-1, 4, -1, 8]): bool[2, 4, 10, 8]
+scalar_tensor_1 = scalar_tensor(0.0, dtype=float32, device=cpu): f32[]
+where_1 = where(expand, where, scalar_tensor_1): f32[2, 4, 10, 8]
+unsqueeze_3 = unsqueeze(gate, 0): f32[1, 4]
+unsqueeze_4 = unsqueeze(unsqueeze_3, 2): f32[1, 4, 1]
+unsqueeze_5 = unsqueeze(unsqueeze_4, 3): f32[1, 4, 1, 1]
+expand_1 = expand(unsqueeze_5, [2, -1, 10, 8]): f32[2, 4, 10, 8]
+mul = mul(where_1, expand_1): f32[2, 4, 10, 8]
+mul_1 = mul(mul, 0.5): f32[2, 4, 10, 8]
+return mul_1
+""")
+
     def test_causal_top_left(self) -> None:
         self.call("causal_top_left", """\
 attention(score=where((q_idx + 1) <= kv_idx, -inf, score * 0.35355339059327373))

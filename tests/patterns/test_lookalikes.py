@@ -45,6 +45,32 @@ def test_lookalike(name: str) -> None:
             torch.testing.assert_close(g, e, equal_nan=True)
 
 
+def test_every_softmax_that_heads_talk_around_is_a_site() -> None:
+    """Two attentions of one model, mixed before and after their softmax: two sites, each at the line of its product."""
+
+    def both(q: Tensor, k: Tensor, v: Tensor, mix: Tensor) -> Tensor:
+        before, after = (LOOKALIKES[f"talking_heads_{side}_by_a_layer"].fn for side in ("before", "after"))
+        return before(q, k, v, mix) + after(q, k, v, mix)
+
+    compiled, backend = fuse(both, rewriting())
+    compiled(*leaves(LOOKALIKES["talking_heads_before_by_a_layer"].draw(Draw())))
+    first, second = backend.report.sites
+    assert "between the product of queries and keys and the softmax" in first.reason
+    assert "between the softmax and the product with V" in second.reason
+    assert (first.node, second.node) == ("linear", "linear_1")
+    assert "F.linear(scores(q, k).permute" in first.source
+    assert "F.linear(scores(q, k).softmax(-1)" in second.source
+    assert str(backend.report).count("rejected  ") == 2
+
+
+def test_talking_heads_with_run_time_sizes() -> None:
+    case = LOOKALIKES["talking_heads_before"]
+    compiled, backend = fuse(case.fn, rewriting(), dynamic=True)
+    compiled(*leaves(case.draw(Draw())))
+    (reason,) = backend.reasons
+    assert reason.startswith("einsum mixes the scores over heads (axis 1 of [")
+
+
 def test_there_are_enough() -> None:
     """A look-alike that is lost from the table would be lost in silence."""
     assert sum(case.reason is not None for case in LOOKALIKES.values()) >= 50

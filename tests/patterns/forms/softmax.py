@@ -125,6 +125,42 @@ def finite_fill_and_masked_after(q, k, v, keep):
     return torch.where(keep, s.softmax(-1), 0.0) @ v
 
 
+@form(lambda d: (*d.qkv(), d.keep(BATCH, ROWS)))
+def rows_zeroed_by_multiplication(q, k, v, ok):
+    return (scores(q, k).softmax(-1) * ok[:, None, :, None]) @ v
+
+
+@form(lambda d: (*_rows_without_keys(d), torch.arange(ROWS) != 3))
+def rows_without_keys_multiplied_by_zero(q, k, v, keep, ok):
+    """NaN times zero is NaN: with -inf as the fill, such a guard does not help."""
+    p = scores(q, k).masked_fill(~keep, -INF).softmax(-1)
+    return (p * ok[:, None].to(p.dtype)) @ v
+
+
+@form(lambda d: (*_rows_without_keys(d), torch.arange(ROWS) != 3))
+def zeroed_by_multiplication_then_masked(q, k, v, keep, ok):
+    p = scores(q, k).masked_fill(~keep, -INF).softmax(-1)
+    return (p * ok[:, None]).masked_fill(~keep, 0.0) @ v
+
+
+@form(lambda d: (*d.qkv(), d.normal(HEADS)))
+def head_gate_after_softmax(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * gate[:, None, None]) @ v
+
+
+@form(lambda d: (*d.qkv(), d.normal(BATCH, ROWS, HEADS)))
+def gate_of_each_query(q, k, v, gate):
+    """Trained, from another view of the hidden states, in float32 weights."""
+    gate = torch.sigmoid(gate).transpose(1, 2)[..., None]
+    return (gate * scores(q, k).softmax(-1, dtype=torch.float32)).to(q.dtype) @ v
+
+
+@form(lambda d: (*d.qkv(), d.normal(HEADS), d.keep(BATCH, ROWS)))
+def rows_zeroed_then_scaled(q, k, v, gate, ok):
+    p = torch.where(ok[:, None, :, None], scores(q, k).softmax(-1), 0.0)
+    return (p * gate.view(-1, 1, 1).expand(-1, 1, k.shape[-2]) * 0.5) @ v
+
+
 @form(fused=2)
 def attention_of_attention(q, k, v):
     """A Hopfield network's retrieval: the result is the next query, with nothing in between."""

@@ -177,9 +177,45 @@ def scores_in_two_softmaxes(q, k, v):
     return s.softmax(-1) @ v + s.softmax(-2) @ v
 
 
-@lookalike("changed by mul", plus(HEADS))
-def head_gate_after_softmax(q, k, v, gate):
-    return (scores(q, k).softmax(-1) * gate[:, None, None]) @ v
+@lookalike("changed by mul", plus(8))
+def gate_of_the_keys(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * gate) @ v
+
+
+@lookalike("changed by mul", plus(HEADS, 8, 1))
+def gate_of_some_heads(q, k, v, gate):
+    p = scores(q, k).softmax(-1)
+    return torch.where(torch.arange(HEADS)[:, None, None] < 2, p * gate, p) @ v
+
+
+@lookalike("changed by amax")
+def gate_of_the_weights(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return (p * p.amax(-1, keepdim=True)) @ v
+
+
+@lookalike("multiplied by what is computed from the scores")
+def gate_of_the_scores(q, k, v):
+    s = scores(q, k)
+    return (s.softmax(-1) * s.amax(-1, keepdim=True)) @ v
+
+
+@lookalike("changed by div", plus(HEADS, 8, 1))
+def divided_by_a_number_a_row(q, k, v, count):
+    """Where the number is 0 a masked weight is 0 / 0, the output divided by 0 is infinite."""
+    return (scores(q, k).softmax(-1) / count) @ v
+
+
+@lookalike("changed by nan_to_num", plus(HEADS, 8, 1))
+def nan_of_a_gate_becomes_zero(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * (gate / gate.relu())).nan_to_num(0.0) @ v
+
+
+@lookalike("zeroed behind a factor of the probabilities that may be infinite", plus(HEADS, 8, 1))
+def infinite_gates_zeroed(q, k, v, gate):
+    """Eager code has a finite gradient of v: the weights that multiply it are 0."""
+    p = scores(q, k).softmax(-1) * (1 / gate.detach().relu())
+    return p.masked_fill(gate <= 0, 0.0) @ v
 
 
 @lookalike("masked after the softmax, otherwise")
@@ -277,14 +313,85 @@ def probabilities_of_fewer_keys(q, k, v):
 
 
 # -------------------------------------------------------------------------------------------------------- other scores
-@lookalike("keys of the product are not the keys of the softmax", plus(HEADS, HEADS))
+BEFORE = "mixes the scores over heads (axis 1 of [2, 4, 8, 8]) between the product of queries and keys and the softmax"
+AFTER = "mixes the probabilities over heads (axis 1 of [2, 4, 8, 8]) between the softmax and the product with V"
+
+
+@lookalike("einsum " + BEFORE, plus(HEADS, HEADS))
 def talking_heads_before(q, k, v, mix):
     return torch.einsum("bhmn,hg->bgmn", scores(q, k), mix).softmax(-1) @ v
 
 
-@lookalike(OTHER_AXIS, plus(HEADS, HEADS))
+@lookalike("einsum " + AFTER, plus(HEADS, HEADS))
 def talking_heads_after(q, k, v, mix):
     return torch.einsum("bhmn,hg->bgmn", scores(q, k).softmax(-1), mix) @ v
+
+
+@lookalike(f"matmul {BEFORE}; matmul {AFTER}", plus(HEADS, HEADS))
+def talking_heads_by_matmul(q, k, v, mix):
+    p = (mix @ scores(q, k).flatten(2)).view(2, HEADS, 8, 8).softmax(-1)
+    return (p.permute(0, 2, 3, 1) @ mix).permute(0, 3, 1, 2) @ v
+
+
+@lookalike("linear " + BEFORE, plus(HEADS, HEADS))
+def talking_heads_before_by_a_layer(q, k, v, weight):
+    s = F.linear(scores(q, k).permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2)
+    return s.masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -INF).softmax(-1) @ v
+
+
+@lookalike("linear " + AFTER, plus(HEADS, HEADS))
+def talking_heads_after_by_a_layer(q, k, v, weight):
+    return F.linear(scores(q, k).softmax(-1).permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2) @ v
+
+
+@lookalike(f"linear {BEFORE}; linear {AFTER}", plus(HEADS, HEADS))
+def talking_heads(q, k, v, weight):
+    """As in CaiT."""
+    s = F.linear(scores(q, k).permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2)
+    return F.linear(s.softmax(-1).permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2) @ v
+
+
+@lookalike("einsum mixes the probabilities over axis 2 of [2, 8, 4, 8] between", plus(HEADS, HEADS))
+def talking_heads_behind_the_queries(q, k, v, mix):
+    s = torch.einsum("bhmd,bhnd->bmhn", q, k)
+    return torch.einsum("bmgn,bgnd->bmgd", torch.einsum("bmhn,hg->bmgn", s.softmax(-1), mix), v)
+
+
+@lookalike(OTHER_AXIS, plus(8, 8))
+def probabilities_mixed_over_queries(q, k, v, mix):
+    return torch.einsum("bhmn,mp->bhpn", scores(q, k).softmax(-1), mix) @ v
+
+
+@lookalike("changed by linear between the softmax and the product with V", plus(8, 8))
+def probabilities_mixed_over_queries_by_a_layer(q, k, v, weight):
+    return F.linear(scores(q, k).softmax(-1).mT, weight).mT @ v
+
+
+@lookalike("the probabilities go into linear, behind which no product with V is in this graph", plus(8, HEADS))
+def features_of_the_probabilities(q, k, v, weight):
+    return F.linear(scores(q, k).softmax(-1).permute(0, 2, 3, 1), weight).relu()
+
+
+@lookalike(None, plus(8, 8))
+def router(q, k, v, weight):
+    """A softmax over what a layer makes of hidden states, and a product behind it."""
+    return F.linear(q @ k[0, 0], weight).softmax(-1) @ v
+
+
+@lookalike(None, plus(8, 8))
+def pooled_over_positions(q, k, v, weight):
+    return F.linear(q @ k[0, 0], weight).softmax(-2).mT @ v
+
+
+@lookalike("conv2d between the scores and the softmax", plus(HEADS, 1, 3, 3))
+def convolved_before_and_after(q, k, v, kernel):
+    p = F.conv2d(scores(q, k), kernel, padding=1, groups=HEADS).softmax(-1)
+    return F.conv2d(p, kernel, padding=1, groups=HEADS) @ v
+
+
+@lookalike("changed by conv2d between the softmax and the product with V", plus(HEADS, 1, 3, 3))
+def convolved_probabilities(q, k, v, kernel):
+    return F.conv2d(scores(q, k).softmax(-1), kernel, padding=1, groups=HEADS) @ v
 
 
 @lookalike("conv2d between the scores and the softmax", plus(HEADS, 1, 3, 3))
