@@ -108,7 +108,8 @@ def _source(program: Program, problem: Problem, fixed: tuple[tuple[int | None, .
     if names:
         functions.append(("score_sinks", "b_idx, h_idx, q_idx, Q_LEN, KV_LEN, captures", sinks.lines, as_tuple(names)))
     text, arguments, digest = written(functions, (head, logit, ahead, mask, sinks), problem, fixed)
-    ranges, range_arguments = "", ()
+    ranges: str = ""
+    range_arguments: tuple[str, ...] = ()
     if not form.of_scores:
         ranges, range_arguments = tile_ranges(
             program, form.rest, problem, fixed, keys=True, term=form.term, rows_keep=form.fill is not None
