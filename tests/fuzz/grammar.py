@@ -198,7 +198,7 @@ def _softmax(w: Writer) -> None:
         ("sink", lambda: _sink(w)),
         ("wrong axis", lambda: _near_miss(w, "p = F.softmax(s, dim=-2)", "softmax over the queries")),
         ("twice", lambda: _near_miss(w, "p = F.softmax(F.softmax(s, dim=-1), dim=-1)", "two softmaxes")),
-        ("scaled", lambda: _near_miss(w, "p = F.softmax(s, dim=-1) * 1.1", "scaled probabilities")),
+        ("squared", lambda: _near_miss(w, "p = F.softmax(s, dim=-1).square()", "squared probabilities")),
         ("eps", lambda: _near_miss(w, "p = s.exp() / (s.exp().sum(-1, keepdim=True) + 0.1)", "softmax plus one")),
         (
             "other sum",
@@ -251,6 +251,28 @@ def _sink(w: Writer) -> None:
     w.line(f"p = F.softmax(torch.cat({parts}, dim=-1), dim=-1)[..., {'1:' if first else ':-1'}]")
 
 
+def _factor(w: Writer) -> None:
+    """The probabilities times what is the same for every key of a row, or (a near miss) is not."""
+    s = w.shapes
+    kind = w.pick(["number", "gate", "gate", "zeroed", "expanded", "turned", "keys"])
+    if kind == "number":
+        w.line(w.pick(["p = p * 1.1", "p = p / 3", "p = -0.5 * p", "p = p * 0.0"]))
+    elif kind == "gate":
+        gate = w.input("gate", w.pick([(s.m, 1), (*s.lead, s.m, 1), (s.lead[-1], 1, 1), (1,)]))
+        w.line(w.pick([f"p = p * {gate}", f"p = torch.sigmoid({gate}) * p", f"p = p.mul({gate})"]))
+    elif kind == "zeroed":
+        ok = w.input("ok", w.pick([(s.m, 1), (*s.lead, s.m, 1)]), "bool", "bool")
+        w.line(w.pick([f"p = p * {ok}", f"p = p * {ok}.to(p.dtype)", f"p = p * {ok}.long()"]))
+    elif kind == "expanded":
+        w.line(f"p = p * {w.input('gate', (s.m, 1))}.expand({s.m}, {s.n})")
+    elif kind == "turned":
+        w.line(f"p = (p.mT * {w.input('gate', (1, s.m))}).mT")
+    else:
+        _near_miss(w, f"p = p * {w.input('gate', (s.n,))}", "a factor of the keys")
+    if any("total = " in line for line in w.example.lines):
+        w.example.refuse("exponentials changed before they are divided")
+
+
 def _values(w: Writer) -> None:
     s = w.shapes
     kinds = ["p @ v", "torch.matmul(p, v)", "torch.einsum('...mn,...nd->...md', p, v)", "(v.mT @ p.mT).mT"]
@@ -261,6 +283,8 @@ def _values(w: Writer) -> None:
     kind = w.pick([*kinds, *kinds[:5]])
     if kind == "p.mT @ v":
         w.example.refuse("transposed probabilities")
+    if w.flag(6):
+        _factor(w)
     w.line("p = p.to(DT)")
     if w.flag(8):
         w.line(w.pick(["p = F.dropout(p, 0.0)", "p = F.dropout(p, 0.3, training=False)", "p = torch.dropout(p, 0.0, True)"]))
