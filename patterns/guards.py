@@ -7,8 +7,9 @@ or infinite score, which are the rows whose logsumexp is not finite. ``where(mas
 mask, which only shows in a row that is masked as a whole.
 
 ``(softmax(s) * g) @ v`` with ``g`` the same for every key of a row is ``(softmax(s) @ v) * g``: the factor goes to the output. The
-two differ where ``g`` is infinite: 0 * inf is NaN, in the weights or on the way back to V. So what zeroes weights or replaces NaN
-must not stand behind a factor that may be.
+two differ where ``g`` is infinite: 0 * inf is NaN, in the weights or on the way back to V, and inf - inf in the product with V. So
+a factor that is computed by what makes infinite numbers of finite ones (``1 / count``) stays where it is, and what zeroes weights
+or replaces NaN must not stand behind one that may come infinite from outside, or overflow float16.
 """
 
 from __future__ import annotations
@@ -44,14 +45,20 @@ class Factor:
 
     by: fx.Node | float
     index: Index = ()
+    half: bool = False
 
     @property
     def may_be_infinite(self) -> bool:
-        """Whether its values may be NaN or infinite; numbers, and tensors of bool and integers, also as floats, are not."""
+        """Whether the weights may be NaN or infinite behind it; numbers, and tensors of bool and integers, also as floats, are not.
+
+        In float16 (``half``) what is not 0 or 1 may overflow.
+        """
         node = self.by
+        if self.half and isinstance(node, float):
+            return abs(node) > 1.0
         while isinstance(node, fx.Node):
             if not dtype(node).is_floating_point:
-                return False
+                return self.half and dtype(node) != torch.bool
             if op_name(node) not in ("_to_copy", "convert_element_type"):
                 return True
             node = node.args[0]  # type: ignore[assignment]
@@ -177,6 +184,9 @@ def row_factor(node: fx.Node, index: Index, inner: set[fx.Node], key: sympy.Expr
     """(weights, factor) where ``node`` multiplies weights, which are in ``inner``, by the same for every key of a row.
 
     A division is one by a number: 0 / 0 in a masked weight is no product of the output.
+
+    Raises:
+        Unsupported: a factor that may be infinite where what it is computed from is finite.
     """
     name = op_name(node)
     if name not in ("mul", "div") or node.kwargs.get("rounding_mode") or not dtype(node).is_floating_point:
@@ -186,9 +196,10 @@ def row_factor(node: fx.Node, index: Index, inner: set[fx.Node], key: sympy.Expr
         a, by = by, a
     if not isinstance(a, fx.Node) or a not in inner or by in inner:
         return None
+    half = dtype(node) == torch.float16
     if isinstance(by, (int, float)):
         number = float(by) if name == "mul" else 1.0 / by if by else math.inf
-        return (a, Factor(number)) if abs(number) <= torch.finfo(torch.float32).max else None
+        return (a, Factor(number, half=half)) if abs(number) <= torch.finfo(dtype(node)).max else None
     if name == "div" or not isinstance(by, fx.Node) or not isinstance(value_of(by), torch.Tensor):
         return None
     at = broadcast(index, shape(by))
@@ -200,4 +211,55 @@ def row_factor(node: fx.Node, index: Index, inner: set[fx.Node], key: sympy.Expr
             by, at = pulled
     except Unsupported:
         return None
-    return a, Factor(by, tuple(at))
+    source = infinite_source(by)
+    if source is not None:
+        raise Unsupported(f"the probabilities are multiplied by a factor that may be infinite: {op_name(source)}", source)
+    return a, Factor(by, tuple(at), half)
+
+
+#: Functions whose values are bounded, and those that are finite where their operands are; views and casts are too.
+_BOUNDED = frozenset({"sigmoid", "tanh", "sin", "cos", "erf", "_softmax", "softmax", "bernoulli", "rand", "rand_like"})
+_KEEPS_FINITE = frozenset({
+    "mul", "add", "sub", "neg", "abs", "relu", "gelu", "silu", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "where",
+    "mm", "addmm", "bmm", "baddbmm", "sum", "mean", "amax", "amin", "full", "full_like", "scalar_tensor", "_to_copy",
+    "convert_element_type", "alias", "clone", "detach", "copy", "expand", "view", "reshape", "_unsafe_view", "unsqueeze",
+    "squeeze", "permute", "transpose", "t", "select", "slice", "index", "index_select", "gather", "embedding", "cat", "stack",
+    "getitem", "native_layer_norm", "native_dropout", "opaque",
+})  # fmt: skip
+
+
+def infinite_source(node: fx.Node) -> fx.Node | None:
+    """The node that makes the values of ``node`` infinite or NaN, though what comes from outside be finite; None where none may.
+
+    Overflow of sums and products of moderate numbers does not count, as nowhere here. A layer that the view does not look into
+    counts as finite.
+    """
+    todo, seen = [node], {node}
+    while todo:
+        n = todo.pop()
+        name = op_name(n) if n.op == "call_function" else ""
+        value = value_of(n)
+        if n.op != "call_function" or name in _BOUNDED or (isinstance(value, torch.Tensor) and not value.dtype.is_floating_point):
+            continue
+        operands, numbers = n.all_input_nodes, [a for a in n.args if isinstance(a, float)]
+        if name in ("div", "reciprocal"):
+            by = n.args[-1] if name == "div" else n.args[0]
+            if not _is_positive(by):
+                return n
+        elif name not in _KEEPS_FINITE or not all(math.isfinite(a) for a in numbers):
+            return n
+        todo += [a for a in operands if a not in seen]
+        seen.update(operands)
+    return None
+
+
+def _is_positive(by: object) -> bool:
+    """Whether a divisor is a number other than 0, or bounded below by one above it."""
+    while isinstance(by, fx.Node) and by.op == "call_function" and op_name(by) in ("_to_copy", "convert_element_type"):
+        by = by.args[0]
+    if isinstance(by, (int, float)):
+        return by != 0 and math.isfinite(1.0 / by)
+    if not isinstance(by, fx.Node) or by.op != "call_function" or op_name(by) not in ("clamp", "clamp_min"):
+        return False
+    least = by.args[1] if len(by.args) > 1 else by.kwargs.get("min")
+    return isinstance(least, (int, float)) and least > 0 and math.isfinite(1.0 / least)

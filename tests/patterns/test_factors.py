@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fa_inductor import explain
 from tests.compiling import agree, fuse, normal, rewriting
 from tests.patterns.forms import BATCH, DIM, HEADS, INF, KEYS, ROWS, scores
 
@@ -52,6 +53,16 @@ def two_and_a_number(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     return (gate * weights(q, k) * torch.sigmoid(gate) / 3) @ v
 
 
+def over_a_count(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    """A divisor of at least one makes nothing infinite."""
+    count = (gate > 0).sum((1, 2), keepdim=True)
+    return (weights(q, k) * (gate / count.clamp(min=1))) @ v
+
+
+def of_a_layer(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    return (weights(q, k) * torch.nn.functional.linear(q, gate[0, 0, :1].expand(1, DIM)).tanh()) @ v
+
+
 def cut_off(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     return (weights(q, k) * gate.detach()) @ v
 
@@ -61,8 +72,8 @@ def in_a_checkpoint(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 
 
 SPELLINGS: list[Callable[..., Tensor]] = [
-    by_heads, expanded, transposed_product, grouped, into_flat_heads, rows_of_another_order, two_and_a_number, cut_off,
-    in_a_checkpoint,
+    by_heads, expanded, transposed_product, grouped, into_flat_heads, rows_of_another_order, two_and_a_number, over_a_count,
+    of_a_layer, cut_off, in_a_checkpoint,
 ]  # fmt: skip
 
 
@@ -178,3 +189,20 @@ def test_dtype_of_the_output(dtype: torch.dtype) -> None:
     run(by_hand, torch.no_grad(), *inputs)
     torch._dynamo.reset()
     run(by_heads, torch.autocast("cpu", torch.bfloat16), *(x.float() for x in inputs))
+
+
+@pytest.mark.parametrize("factor", [100.0, torch.tensor([100000]), torch.tensor(2.0)], ids=["number", "integers", "floats"])
+def test_what_may_overflow_half_is_not_followed_by_a_guard(factor: float | Tensor) -> None:
+    """Infinite weights that are replaced before the product with V are no infinite outputs that are replaced."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor) -> Tensor:
+        return (weights(q, k) * factor).nan_to_num(0.0, 0.0, 0.0) @ v
+
+    (site,) = explain(fn)(*(x.half() for x in qkv(False)), factor).sites
+    assert site.status == "rejected"
+    assert "nan_to_num" in site.reason
+
+
+def test_a_number_that_half_does_not_hold() -> None:
+    (site,) = explain(lambda q, k, v: (weights(q, k) * 1e5) @ v)(*(x.half() for x in qkv(False))).sites
+    assert site.status == "rejected"

@@ -208,13 +208,31 @@ def divided_by_a_number_a_row(q, k, v, count):
 
 @lookalike("changed by nan_to_num", plus(HEADS, 8, 1))
 def nan_of_a_gate_becomes_zero(q, k, v, gate):
-    return (scores(q, k).softmax(-1) * (gate / gate.relu())).nan_to_num(0.0) @ v
+    return (scores(q, k).softmax(-1) * gate).nan_to_num(0.0) @ v
+
+
+@lookalike("multiplied by a factor that may be infinite: reciprocal", plus(HEADS, 8, 1))
+def divided_by_the_number_of_keys(q, k, v, gate):
+    """A row without keys weighs all alike: infinity times v of both signs adds up to NaN, and an output times infinity does not."""
+    keep = gate > 0
+    p = scores(q, k).masked_fill(~keep, torch.finfo(q.dtype).min).softmax(-1)
+    return ((p * (1.0 / keep.sum(-1, keepdim=True))) @ v).nan_to_num(0.0, 0.0, 0.0)
+
+
+@lookalike("multiplied by a factor that may be infinite: log", plus(HEADS, 8, 1))
+def logarithm_as_a_gate(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * gate.abs().log()) @ v
+
+
+@lookalike("multiplied by a factor that may be infinite: div", plus(HEADS, 8, 1))
+def gate_over_its_clamp_at_zero(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * (gate / gate.clamp(min=0.0))) @ v
 
 
 @lookalike("zeroed behind a factor of the probabilities that may be infinite", plus(HEADS, 8, 1))
 def infinite_gates_zeroed(q, k, v, gate):
     """Eager code has a finite gradient of v: the weights that multiply it are 0."""
-    p = scores(q, k).softmax(-1) * (1 / gate.detach().relu())
+    p = scores(q, k).softmax(-1) * gate.detach()
     return p.masked_fill(gate <= 0, 0.0) @ v
 
 
