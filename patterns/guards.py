@@ -15,6 +15,7 @@ or replaces NaN must not stand behind one that may come infinite from outside, o
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 import sympy
@@ -28,6 +29,7 @@ from fa_inductor.patterns.operands import Operand
 from fa_inductor.patterns.prover import Prover
 from fa_inductor.patterns.pull import Puller, op_name
 from fa_inductor.patterns.terms import Elem, Index, Unsupported, dtype, shape, value_of
+from fa_inductor.view import OPAQUE
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ def row_factor(node: fx.Node, index: Index, inner: set[fx.Node], key: sympy.Expr
         return None
     source = infinite_source(by)
     if source is not None:
-        raise Unsupported(f"the probabilities are multiplied by a factor that may be infinite: {op_name(source)}", source)
+        name = op_name(source) or source.name
+        raise Unsupported(f"the probabilities are multiplied by a factor that may be infinite: {name}", source)
     return a, Factor(by, tuple(at), half)
 
 
@@ -222,9 +225,11 @@ _BOUNDED = frozenset({"sigmoid", "tanh", "sin", "cos", "erf", "_softmax", "softm
 _KEEPS_FINITE = frozenset({
     "mul", "add", "sub", "neg", "abs", "relu", "gelu", "silu", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "where",
     "mm", "addmm", "bmm", "baddbmm", "sum", "mean", "amax", "amin", "full", "full_like", "scalar_tensor", "_to_copy",
-    "convert_element_type", "alias", "clone", "detach", "copy", "expand", "view", "reshape", "_unsafe_view", "unsqueeze",
-    "squeeze", "permute", "transpose", "t", "select", "slice", "index", "index_select", "gather", "embedding", "cat", "stack",
-    "getitem", "native_layer_norm", "native_dropout", "opaque",
+    "convert_element_type", "alias", "clone", "detach", "expand", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze",
+    "permute", "transpose", "t", "select", "slice", "index", "index_select", "gather", "embedding", "cat", "stack",
+    "native_layer_norm", "native_dropout", "repeat", "flip", "roll", "unbind", "split", "split_with_sizes", "chunk", "diagonal",
+    "unfold", "lift_fresh_copy", "cumsum", "sort", "topk", "square", "hardsigmoid", "hardtanh", "hardswish", "elu",
+    "leaky_relu", "mish", "softplus", "log_sigmoid_forward", "log_sigmoid",
 })  # fmt: skip
 
 
@@ -239,14 +244,18 @@ def infinite_source(node: fx.Node) -> fx.Node | None:
         n = todo.pop()
         name = op_name(n) if n.op == "call_function" else ""
         value = value_of(n)
-        if n.op != "call_function" or name in _BOUNDED or (isinstance(value, torch.Tensor) and not value.dtype.is_floating_point):
+        exact = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+        if n.op != "call_function" or n.target is OPAQUE or name in _BOUNDED or exact:
             continue
         operands, numbers = n.all_input_nodes, [a for a in n.args if isinstance(a, float)]
         if name in ("div", "reciprocal"):
             by = n.args[-1] if name == "div" else n.args[0]
             if not _is_positive(by):
                 return n
-        elif name not in _KEEPS_FINITE or not all(math.isfinite(a) for a in numbers):
+        elif name == "pow":
+            if not isinstance(n.args[1], (int, float)) or n.args[1] < 0 or not float(n.args[1]).is_integer():
+                return n
+        elif (name not in _KEEPS_FINITE and n.target is not operator.getitem) or not all(math.isfinite(a) for a in numbers):
             return n
         todo += [a for a in operands if a not in seen]
         seen.update(operands)
@@ -255,11 +264,14 @@ def infinite_source(node: fx.Node) -> fx.Node | None:
 
 def _is_positive(by: object) -> bool:
     """Whether a divisor is a number other than 0, or bounded below by one above it."""
+    cast = False
     while isinstance(by, fx.Node) and by.op == "call_function" and op_name(by) in ("_to_copy", "convert_element_type"):
-        by = by.args[0]
+        by, cast = by.args[0], True
     if isinstance(by, (int, float)):
         return by != 0 and math.isfinite(1.0 / by)
     if not isinstance(by, fx.Node) or by.op != "call_function" or op_name(by) not in ("clamp", "clamp_min"):
         return False
+    if cast and dtype(by).is_floating_point:
+        return False  # 1e-9 is 0 in float16 and as an integer
     least = by.args[1] if len(by.args) > 1 else by.kwargs.get("min")
     return isinstance(least, (int, float)) and least > 0 and math.isfinite(1.0 / least)

@@ -11,7 +11,7 @@ from fa_inductor.errors import ProgramError
 from fa_inductor.patterns.analysis import Analysis, dim_of
 from fa_inductor.patterns.anchor import MATMULS, Softmax, find_softmaxes, is_rearrangement
 from fa_inductor.patterns.index_map import aten
-from fa_inductor.patterns.mixing import LINEAR, find_mixing, opaque_consumer
+from fa_inductor.patterns.mixing import LINEAR, find_mixing, follows_scores, opaque_consumer
 from fa_inductor.patterns.provenance import Place
 from fa_inductor.patterns.pull import op_name
 from fa_inductor.patterns.site import AttentionMatch, Reject, Site, Split, rejection, source_line
@@ -101,7 +101,7 @@ def _check_missing(
             raise Reject(f"no product of queries and keys before this softmax in this graph: {where}", softmax.node, not pvs)
         maker = view.origin[source].node if source is not None else None
         # mixing.py tells linear layers on scores from those on hidden states.
-        if maker is not None and maker.target not in LINEAR and _computed_from_product(maker):
+        if maker is not None and (follows_scores(maker) if maker.target in LINEAR else _computed_from_product(maker)):
             raise Reject(f"{slicing.name_of(maker)} between the scores and the softmax is not understood", softmax.node)
     if not candidates or pvs:
         return
@@ -110,7 +110,7 @@ def _check_missing(
         if after is None:
             raise Reject("the product with V is not in this graph: the probabilities are its result", softmax.node)
         path, node, followed = after
-        reason = changed if followed else "the probabilities go into {}, behind which no product with V is in this graph"
+        reason = changed if followed else "the probabilities go into {}, behind which no product with V was found"
         raise Reject(reason.format(slicing.name_of(node)), at=(path, node))
     opaque = next((o for o in others if o.target is OPAQUE and _product_behind(o)), None)
     if opaque is not None:

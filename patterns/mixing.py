@@ -102,12 +102,38 @@ def _is_applied_to_scores(linear: fx.Node) -> bool:
         n, permuted = todo.pop(0)
         if n.target in slicing.MATMULS:
             ordered = permuted or (slicing.name_of(n) == "einsum" and len(dims) > 3)
-            if ordered and sorted(_dims(n)) == sorted(dims):
+            if ordered and sorted(_dims(n)) == sorted(dims) and not _of_probabilities(n):
                 return True
         elif _passes(n):
             new = [a for a in n.all_input_nodes if a not in seen]
             seen.update(new)
             todo += [(a, permuted or _permutes(n)) for a in new]
+    return False
+
+
+def follows_scores(linear: fx.Node) -> bool:
+    """Whether the nearest product that a linear layer's input is made of, with nothing in between but what is pointwise, has no
+    softmax among its operands and batch axes on both sides: scores, and no hidden states."""
+    first = linear.args[0] if linear.args else linear.kwargs.get("input")
+    while isinstance(first, fx.Node) and first.target not in slicing.MATMULS:
+        if not _passes(first) or slicing.is_rearrangement(first) or not first.all_input_nodes:
+            return False
+        first = first.all_input_nodes[0]
+    if not isinstance(first, fx.Node) or _of_probabilities(first):
+        return False
+    # A product with a matrix is a layer's.
+    return min((len(_dims(a)) for a in first.all_input_nodes), default=0) > 2
+
+
+def _of_probabilities(product: fx.Node) -> bool:
+    """Whether an operand of a product is a softmax, with nothing in between but what is pointwise or rearranges: no scores."""
+    todo, seen = [product], {product}
+    while todo and len(seen) < _NEAR:
+        new = [a for a in todo.pop(0).all_input_nodes if a not in seen]
+        if any(a.target in slicing.SOFTMAXES for a in new):
+            return True
+        seen.update(new)
+        todo += [a for a in new if _passes(a)]
     return False
 
 

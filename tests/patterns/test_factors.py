@@ -60,7 +60,7 @@ def over_a_count(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 
 
 def of_a_layer(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    return (weights(q, k) * torch.nn.functional.linear(q, gate[0, 0, :1].expand(1, DIM)).tanh()) @ v
+    return (weights(q, k) * torch.nn.functional.linear(q, gate[0, 0, :1].expand(1, DIM)) ** 2) @ v
 
 
 def cut_off(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:

@@ -219,6 +219,16 @@ def divided_by_the_number_of_keys(q, k, v, gate):
     return ((p * (1.0 / keep.sum(-1, keepdim=True))) @ v).nan_to_num(0.0, 0.0, 0.0)
 
 
+@lookalike("multiplied by a factor that may be infinite: reciprocal", plus(HEADS, 8, 1))
+def divided_by_a_bound_that_float16_does_not_hold(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * (1.0 / gate.clamp(min=1e-9).half()).to(q.dtype)) @ v
+
+
+@lookalike("linear between the scores and the softmax", plus(8, 8))
+def linear_layer_on_the_keys(q, k, v, weight):
+    return F.linear(scores(q, k), weight).softmax(-1) @ v
+
+
 @lookalike("multiplied by a factor that may be infinite: log", plus(HEADS, 8, 1))
 def logarithm_as_a_gate(q, k, v, gate):
     return (scores(q, k).softmax(-1) * gate.abs().log()) @ v
@@ -385,7 +395,7 @@ def probabilities_mixed_over_queries_by_a_layer(q, k, v, weight):
     return F.linear(scores(q, k).softmax(-1).mT, weight).mT @ v
 
 
-@lookalike("the probabilities go into linear, behind which no product with V is in this graph", plus(8, HEADS))
+@lookalike("the probabilities go into linear, behind which no product with V was found", plus(8, HEADS))
 def features_of_the_probabilities(q, k, v, weight):
     return F.linear(scores(q, k).softmax(-1).permute(0, 2, 3, 1), weight).relu()
 
