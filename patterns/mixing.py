@@ -116,9 +116,10 @@ def follows_scores(linear: fx.Node) -> bool:
     softmax among its operands and batch axes on both sides: scores, and no hidden states."""
     first = linear.args[0] if linear.args else linear.kwargs.get("input")
     while isinstance(first, fx.Node) and first.target not in slicing.MATMULS:
-        if not _passes(first) or slicing.is_rearrangement(first) or not first.all_input_nodes:
+        inputs = first.all_input_nodes
+        if not _passes(first) or not inputs or _dims(inputs[0]) != _dims(first):
             return False
-        first = first.all_input_nodes[0]
+        first = inputs[0]
     if not isinstance(first, fx.Node) or _of_probabilities(first):
         return False
     # A product with a matrix is a layer's.
