@@ -96,6 +96,14 @@ def test_plots_that_pages_show_exist() -> None:
         assert all((ROOT / path).is_file() for path in shown)
 
 
+def test_sections_of_the_readme_link_to_nothing_that_the_site_has_not() -> None:
+    """Pages include them, and a path from the repository's root leads nowhere from there; pictures are copied."""
+    sections = re.findall(r"\[start:(\w+)\] -->(.*?)<!-- --8<-- \[end:\1\]", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(sections) > 3
+    targets = [(name, t) for name, text in sections for t in re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", text)]
+    assert not [x for x in targets if not x[1].startswith(("http", "#"))]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs mkdocs-material (extra 'docs')")
 def test_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
