@@ -44,7 +44,11 @@ FORM_FILES = {
     "layouts": "Heads and layouts",
     "composites": "Calls and modules",
 }
-LOOKALIKE_FILES = {"computation": "Another computation", "placement": "The right computation in the wrong place"}
+LOOKALIKE_FILES = {
+    "computation": "Another computation",
+    "weights": "Probabilities that are changed or used elsewhere",
+    "placement": "The right computation in the wrong place",
+}
 
 Row = tuple[str, ...]
 

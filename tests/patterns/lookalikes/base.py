@@ -15,6 +15,10 @@ LOOKALIKES: dict[str, Lookalike] = {}
 Inputs = Callable[[Draw], tuple[Any, ...]]
 
 
+#: The reason where the softmax is over another axis than that of the keys.
+OTHER_AXIS = "softmax is not taken over the axis that the product with V sums over"
+
+
 @dataclass(frozen=True)
 class Lookalike:
     """A function that must keep its own meaning; ``reason`` is part of what the report says of it, None for nothing."""
